@@ -1,0 +1,312 @@
+"""PEFT on a stage: the same initial adapter on every split, and standard PEFT folders of the whole model.
+
+What an adapter consists of is decided once, on the whole model built without memory (`resolve`); every stage takes its
+share of that. Initial values are keyed by the module's global name, so they do not depend on the split.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError
+from hetero.families import Family, family_of
+from hetero.keys import key64
+from hetero.models import PassThrough
+from hetero.spec import AdapterSpec
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class ResolvedAdapter:
+    """An adapter of a whole model.
+
+    Attributes:
+        config: PEFT's LoraConfig, as it stands in adapter_config.json.
+        shapes: global key -> shape of every tensor that trains.
+    """
+
+    config: Any
+    shapes: dict[str, list[int]]
+
+    def num_trained(self) -> int:
+        """Trained parameters of the whole model."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+
+def lora_config(spec: AdapterSpec, family: Family) -> Any:
+    """PEFT's configuration for an adapter spec, of plain Python values.
+
+    Raises:
+        ConfigError: a named target is no module of this family.
+    """
+    from peft import LoraConfig
+
+    targets: Any = spec.target_modules
+    if targets == "auto":
+        targets = list(family.default_targets)
+    if isinstance(targets, list):
+        _check_names(targets, family)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.r,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=targets,
+        modules_to_save=None if spec.modules_to_save == "auto" else spec.modules_to_save,
+        layers_to_transform=spec.layers_to_transform,
+        rank_pattern=dict(spec.rank_pattern),
+        alpha_pattern=dict(spec.alpha_pattern),
+        use_rslora=spec.use_rslora,
+        use_dora=spec.use_dora,
+        fan_in_fan_out=family.model_type == "gpt2",
+    )
+
+
+def _check_names(targets: list[str], family: Family) -> None:
+    known = {*family.linear_modules, "lm_head", family.embedding}
+    wrong = [name for name in targets if name.rpartition(".")[2] not in known]
+    if wrong:
+        raise ConfigError(
+            f"adapter.target_modules must name modules of a {family.model_type} model "
+            f"({', '.join(family.linear_modules)}), got {', '.join(map(repr, wrong))}"
+        )
+
+
+def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
+    """What an adapter spec means on a whole model.
+
+    Args:
+        whole: the model on the meta device; it is changed.
+        spec: the adapter.
+        base_name: recorded in the adapter's configuration as the base model.
+
+    Raises:
+        ConfigError: a target matches nothing, or tied embeddings would train.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    family = family_of(whole.config.model_type)
+    config = lora_config(spec, family)
+    asked = config.target_modules
+    num_layers = whole.config.num_hidden_layers
+    if out := [index for index in spec.layers_to_transform or [] if index >= num_layers]:
+        raise ConfigError(f"adapter.layers_to_transform must be below {num_layers} layers, got {out[0]}")
+    _refuse_trained_tied_embeddings(whole, spec, family)
+    try:
+        peft_model = get_peft_model(whole, copy.deepcopy(config), low_cpu_mem_usage=True)
+    except ValueError as exc:
+        raise ConfigError(
+            f"adapter.target_modules must match modules of the model ({', '.join(family.linear_modules)}), "
+            f"got {spec.target_modules!r}: {str(exc).splitlines()[0]}"
+        ) from None
+    shapes = {key: list(tensor.shape) for key, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()}
+    if isinstance(asked, list | set):
+        _refuse_unmatched(list(asked), shapes)
+    if missing := [m for m in config.modules_to_save or [] if not any(f".{m}." in f".{key}" for key in shapes)]:
+        raise ConfigError(f"adapter.modules_to_save must name modules of the model, got {', '.join(missing)}")
+    resolved = peft_model.peft_config["default"]
+    resolved.inference_mode = False
+    resolved.base_model_name_or_path = base_name
+    if isinstance(resolved.target_modules, set):
+        resolved.target_modules = sorted(resolved.target_modules)
+    return ResolvedAdapter(resolved, shapes)
+
+
+def _refuse_unmatched(asked: list[str], shapes: dict[str, list[int]]) -> None:
+    unmatched = [name for name in asked if not any(f".{name}." in key for key in shapes)]
+    if unmatched:
+        raise ConfigError(
+            f"adapter.target_modules must each match a module of the model, got {', '.join(unmatched)} without a match"
+        )
+
+
+def _refuse_trained_tied_embeddings(whole: Any, spec: AdapterSpec, family: Family) -> None:
+    saved = spec.modules_to_save if isinstance(spec.modules_to_save, list) else []
+    targets = spec.target_modules if isinstance(spec.target_modules, list) else []
+    trains = [name for name in [*saved, *targets] if name.rpartition(".")[2] == family.embedding]
+    if whole.config.tie_word_embeddings and trains:
+        raise ConfigError(
+            f"adapter.modules_to_save and adapter.target_modules must leave {family.embedding} out for a model with "
+            "tie_word_embeddings: first and last stage would train separate copies of one matrix"
+        )
+
+
+def attach(model: Any, adapter: ResolvedAdapter, seed: int) -> Any | None:
+    """Puts a stage's share of an adapter on its model; None where the stage has none (a frozen relay).
+
+    Args:
+        model: a stage's model; modules are replaced in place.
+        adapter: of the whole model.
+        seed: of the run; each module's initial values depend on it and on the module's global name.
+    """
+    from peft import NoMatchingPeftModuleError, get_peft_model
+
+    foreign = {name for name, module in model.named_modules() if isinstance(module, PassThrough)}
+    config = copy.deepcopy(adapter.config)
+    config.exclude_modules = sorted(foreign) or None
+    config.base_model_name_or_path = None
+    own = [name for name in config.modules_to_save or [] if _has_own(model, name, foreign)]
+    config.modules_to_save = own or None
+    try:
+        with _keyed_init(seed):
+            return get_peft_model(model, config)
+    except NoMatchingPeftModuleError:
+        if not own:
+            model.requires_grad_(False)
+            return None
+    raise ConfigError(
+        f"adapter.modules_to_save {own} cannot stand alone on a stage without a target of adapter.target_modules; "
+        "choose another split"
+    )
+
+
+def _has_own(model: Any, name: str, foreign: set[str]) -> bool:
+    return any((full == name or full.endswith(f".{name}")) and full not in foreign for full, _ in model.named_modules())
+
+
+@contextmanager
+def _keyed_init(seed: int) -> Iterator[None]:
+    """Keys the draws of PEFT's initial values by module name.
+
+    Wraps peft's private `LoraModel._create_and_replace`, the one place that knows the module's name while it draws.
+    """
+    from peft import LoraModel
+
+    original = LoraModel._create_and_replace
+
+    def keyed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("current_key") or args[5]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key64(seed, "init", name))
+            return original(self, *args, **kwargs)
+
+    LoraModel._create_and_replace = keyed
+    try:
+        yield
+    finally:
+        LoraModel._create_and_replace = original
+
+
+def trained_tensors(peft_model: Any | None) -> dict[str, nn.Parameter]:
+    """Global key (as in a PEFT file) -> parameter, for all that trains on a stage."""
+    from peft import get_peft_model_state_dict
+
+    if peft_model is None:
+        return {}
+    parameters = {p.data_ptr(): p for p in peft_model.parameters() if p.requires_grad}
+    found: dict[str, nn.Parameter] = {}
+    for key, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items():
+        found[key] = parameters.pop(tensor.data_ptr())
+    assert not parameters, "a trained parameter has no key in PEFT's state"
+    return found
+
+
+def load_tensors(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+    """Puts values into a stage's trained tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, or has another shape.
+    """
+    for key, parameter in own.items():
+        if key not in tensors:
+            raise ConfigError(f"adapter.init_from must hold every tensor that trains, lacks {key}")
+        if tensors[key].shape != parameter.shape:
+            raise ConfigError(
+                f"adapter.init_from must fit adapter.r and the model: {key} has shape {list(tensors[key].shape)} there "
+                f"and {list(parameter.shape)} here"
+            )
+    with torch.no_grad():
+        for key, parameter in own.items():
+            parameter.copy_(tensors[key])
+
+
+def read_adapter(folder: str | Path, adapter: ResolvedAdapter) -> dict[str, torch.Tensor]:
+    """The tensors of a PEFT folder, which must be an adapter of exactly this shape.
+
+    Raises:
+        ConfigError: files are missing or pickled, tensors are missing, left over or of another shape, or the
+            folder's scaling differs.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    if (folder / "adapter_model.bin").exists() and not (folder / WEIGHTS_FILE).exists():
+        raise ConfigError(
+            f"adapter.init_from must hold {WEIGHTS_FILE}, got only a pickled adapter_model.bin in {folder}"
+        )
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found no {name} in {folder}")
+    try:
+        theirs = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except Exception as exc:  # safetensors raises its own SafetensorError without a common base
+        raise ConfigError(f"adapter.init_from cannot be read: {folder}: {exc}") from None
+    _check_same_scaling(theirs, adapter.config)
+    for key, shape in adapter.shapes.items():
+        if key not in tensors:
+            raise ConfigError(f"adapter.init_from must hold every tensor that trains, lacks {key}")
+        if list(tensors[key].shape) != shape:
+            raise ConfigError(
+                f"adapter.init_from must fit adapter.r and the model: {key} has shape "
+                f"{list(tensors[key].shape)} there and {shape} here"
+            )
+    if extra := sorted(set(tensors) - set(adapter.shapes)):
+        raise ConfigError(f"adapter.init_from must hold nothing that this adapter does not train, got {extra[0]}")
+    return tensors
+
+
+def _check_same_scaling(theirs: dict[str, Any], config: Any) -> None:
+    ours = config.to_dict()
+    for key, name in (
+        ("lora_alpha", "adapter.alpha"),
+        ("use_rslora", "adapter.use_rslora"),
+        ("use_dora", "adapter.use_dora"),
+        ("rank_pattern", "adapter.rank_pattern"),
+        ("alpha_pattern", "adapter.alpha_pattern"),
+    ):
+        if theirs.get(key) != ours.get(key) and (theirs.get(key) or ours.get(key)):
+            raise ConfigError(
+                f"{name} must be as in adapter.init_from, got {ours.get(key)!r}, there {theirs.get(key)!r}"
+            )
+
+
+def save_adapter(folder: Path, adapter: ResolvedAdapter, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a standard PEFT folder of the whole model (or, for a worker, of its part).
+
+    Args:
+        folder: made if it is not there; files in it are replaced one by one by renaming.
+        adapter: of the whole model.
+        tensors: global key -> values.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(adapter.config)
+    config.inference_mode = True
+    temporary = folder / f".{WEIGHTS_FILE}.part"
+    save_file(
+        {key: value.detach().cpu().contiguous() for key, value in sorted(tensors.items())}, temporary, {"format": "pt"}
+    )
+    temporary.replace(folder / WEIGHTS_FILE)
+    config.save_pretrained(folder)
+
+
+def check_complete(adapter: ResolvedAdapter, tensors: dict[str, torch.Tensor]) -> None:
+    """Asserts that gathered tensors are those of the whole adapter, no more and no fewer."""
+    found = {key: list(value.shape) for key, value in tensors.items()}
+    assert found == adapter.shapes, f"stages gave {len(found)} tensors, the whole adapter has {len(adapter.shapes)}"

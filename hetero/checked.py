@@ -1,0 +1,133 @@
+"""Raw data to typed data: every mistake becomes one line that names key, rule and value."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from hetero.errors import ConfigError
+
+T = TypeVar("T")
+_PATH = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>\$.*)`)?$", re.DOTALL)
+_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+
+
+def convert(raw: Any, type_: type[T], *, root: str = "") -> T:
+    """Makes a `type_` of plain data (or of JSON bytes), with all its checks.
+
+    Args:
+        raw: JSON bytes, or dicts, lists, strings, numbers and None.
+        type_: a msgspec Struct.
+        root: prefix of the keys in error messages, such as `shard_plan`.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value breaks its rule.
+    """
+    try:
+        if isinstance(raw, bytes | bytearray | memoryview):
+            raw = msgspec.json.decode(raw)
+        _refuse_non_finite(raw, root)
+        return msgspec.convert(raw, type_, strict=True)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(_explain(str(exc), raw, type_, root)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
+        raise ConfigError(f"{root or 'the configuration'} must be JSON: {exc}") from None
+
+
+def unknown_key(key: str, known: list[str], where: str) -> str:
+    """The message for a key that does not exist, with the nearest that does."""
+    full = f"{where}.{key}" if where else key
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f" did you mean {near[0]}?" if near else ""
+    return f"{full} is not a key;{hint} keys here: {', '.join(sorted(known))}"
+
+
+def _refuse_non_finite(raw: Any, where: str) -> None:
+    if isinstance(raw, float) and not math.isfinite(raw):
+        raise ConfigError(f"{where} must be a finite number, got {raw}")
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in items:
+        name = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".lstrip(".")
+        _refuse_non_finite(value, name)
+
+
+def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
+    """Rewrites msgspec's message in the house's form: key, rule, value."""
+    match = _PATH.match(message)
+    assert match is not None
+    rule, parts = match["rule"], _parts(match["path"] or "$")
+    value, hint = raw, type_
+    shown = root
+    for part in parts:
+        value = _child(value, part)
+        hint = _hint_of(hint, part)
+        shown = f"{shown}[{part}]" if isinstance(part, int) else f"{shown}.{part}".lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.*)`", rule):
+        return unknown_key(unknown[1], _field_names(hint), shown)
+    if missing := re.match(r"Object missing required field `(.*)`", rule):
+        return f"{shown}.{missing[1]} must be given".lstrip(".")
+    if rule.startswith("Invalid enum value"):
+        rule = f"one of {', '.join(_literals(hint))}"
+    if "matching regex" in rule and "auto|" in rule:
+        rule = "auto, or a device type with an optional index such as cuda:1"
+    rule = re.sub(r", got `.*`$", "", rule).removeprefix("Expected ").replace("`", "")
+    return f"{shown or 'the configuration'} must be {rule}, got {value!r}"
+
+
+def _parts(path: str) -> list[str | int]:
+    found: list[str | int] = []
+    for match in _PART.finditer(path):
+        found.append(match[1] if match[1] is not None else match[2] if match[2] == "..." else int(match[2]))
+    return found
+
+
+def _child(value: Any, part: str | int) -> Any:
+    try:
+        return value[part]
+    except (KeyError, IndexError, TypeError):
+        return value
+
+
+def _hint_of(hint: Any, part: str | int) -> Any:
+    """The annotation of a field or an item inside `hint`."""
+    for option in _options(hint):
+        if isinstance(part, str) and isinstance(option, type) and issubclass(option, msgspec.Struct):
+            names = {field.encode_name: field.name for field in msgspec.structs.fields(option)}
+            hints = get_type_hints(option, include_extras=True)
+            if part in names:
+                return hints[names[part]]
+        if get_origin(option) in (list, dict):
+            return get_args(option)[-1]
+    return Any
+
+
+def _options(hint: Any) -> list[Any]:
+    """The members of a union, `Annotated` taken off."""
+    if hasattr(hint, "__metadata__"):
+        hint = hint.__origin__
+    origin = get_origin(hint)
+    if origin is not None and origin.__name__ in ("Union", "UnionType"):
+        return [inner for option in get_args(hint) for inner in _options(option)]
+    return [hint]
+
+
+def _literals(hint: Any) -> list[str]:
+    options = _options(hint)
+    found = [
+        str(value)
+        for option in options
+        if get_origin(option).__class__.__name__ == "_SpecialForm" or str(get_origin(option)) == "typing.Literal"
+        for value in get_args(option)
+    ]
+    return found + ["null"] * (type(None) in options)
+
+
+def _field_names(hint: Any) -> list[str]:
+    for option in _options(hint):
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            return [field.encode_name for field in msgspec.structs.fields(option)]
+    return []

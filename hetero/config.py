@@ -1,0 +1,132 @@
+"""Hydra: runs a script's main on a composed configuration, and turns every mistake into one line.
+
+Only this file and the scripts import hydra or omegaconf; everything behind them gets plain data.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import ConfigError, HeteroError
+
+if sys.version_info >= (3, 14):  # hydra 1.3.8 fails there while it defines its options
+    raise SystemExit("hetero needs Python 3.11, 3.12 or 3.13: hydra-core 1.3.8 does not start on 3.14")
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).resolve().parent
+_BESIDE = _PACKAGE.parent / "conf"  # in a checkout
+CONF_DIR = _BESIDE if (_BESIDE / "config.yaml").is_file() else _PACKAGE / "conf"
+SHAPES_DIR = CONF_DIR / "shapes"
+
+Task = Callable[[dict[str, Any], Path], None]
+
+
+def root() -> Path:
+    """Where `outputs` lies: the checkout, or for an installed package the user's home."""
+    return _BESIDE.parent if CONF_DIR == _BESIDE else Path.home() / "hetero"
+
+
+def run_script(task: Task, config_name: str) -> int:
+    """Composes the configuration from the command line and runs `task` on it, for a sweep once for each job.
+
+    Args:
+        task: gets the composed configuration as plain data and the run's folder.
+        config_name: file in conf/.
+
+    Returns:
+        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 130 or 143 after a signal.
+    """
+    failed: list[int] = []
+    full_errors = bool(os.environ.get("HYDRA_FULL_ERROR"))
+
+    def job(cfg: DictConfig) -> None:
+        raw = _plain(cfg)
+        try:
+            task(raw, Path(HydraConfig.get().runtime.output_dir))
+        except HeteroError as exc:
+            if full_errors:
+                raise
+            log.error("%s", exc)
+            failed.append(2 if isinstance(exc, ConfigError) else 1)
+
+    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    main = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing a traceback of its own
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as exc:
+        if full_errors:
+            raise
+        sys.stderr.write(f"error: {explain(exc)}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except _Terminated:
+        sys.stderr.write("terminated\n")
+        return 143
+    return failed[0] if len(failed) == 1 else int(bool(failed))
+
+
+class _Terminated(BaseException):
+    """SIGTERM; like KeyboardInterrupt it passes through everything that handles errors."""
+
+
+def _raise_terminated(*_: object) -> None:
+    raise _Terminated
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    raw = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def explain(exc: Exception) -> str:
+    """One line for what is wrong with a command line."""
+    text = str(exc)
+    if cause := exc.__cause__:
+        text = f"{text}\n{cause}"
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        return _unknown_key(unknown[1])
+    if choice := re.search(r"Could not find '([^']+)'(?s:.*?)Available options in '([^']+)':\s*(.*)", text, re.DOTALL):
+        group, name = choice[1].rsplit("/", 1) if "/" in choice[1] else (choice[2], choice[1])
+        options = [line.strip() for line in choice[3].splitlines() if line.strip()]
+        known = [option for option in options if re.fullmatch(r"[\w.-]+", option)]
+        return f"{group} must be one of {', '.join(known)}, got {name!r}"
+    return " ".join(line.strip() for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line)
+
+
+def _unknown_key(key: str) -> str:
+    """The message for an override of a key that is not there, with the keys that are."""
+    from hetero.checked import unknown_key
+
+    where, _, name = key.rpartition(".")
+    return unknown_key(name, _keys_at(where), where)
+
+
+def _keys_at(where: str) -> list[str]:
+    """Keys of a group in its default files, as far as they can be read."""
+    folder = CONF_DIR / where.split(".")[0] if where else None
+    files = sorted(folder.glob("*.yaml")) if folder is not None and folder.is_dir() else [CONF_DIR / "config.yaml"]
+    keys: set[str] = set()
+    for file in files:
+        loaded = OmegaConf.load(file)
+        if isinstance(loaded, DictConfig):
+            keys |= {str(key) for key in loaded if key not in ("defaults", "hydra")}
+    return sorted(keys)

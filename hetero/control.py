@@ -1,0 +1,292 @@
+"""The run's state machine for coordinator and worker, sans-IO: frames and disconnects in, actions out.
+
+    coordinator   JOIN --all WELCOME--> SYNC --all SYNCED--> RUN(step) --all READY, APPLY--> RUN(step + 1) ...
+                  RUN --GATHER--> GATHER --all state in--> RUN | STOP
+    worker        LISTEN --HELLO--> JOINED --SYNC--> RUN ... --STOP, ABORT, a fault--> LISTEN
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from hetero.errors import LocalProtocolError, PeerError, RemoteProtocolError
+from hetero.wire.frames import Frame
+from hetero.wire.headers import (
+    Apply,
+    Fault,
+    FrameType,
+    Gather,
+    Header,
+    Hello,
+    Ready,
+    Reason,
+    Reject,
+    State,
+    Sync,
+    Synced,
+    Welcome,
+)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Every worker answered; stage -> its WELCOME."""
+
+    welcomes: dict[int, Welcome]
+
+
+@dataclass(frozen=True)
+class AllSynced:
+    """Every worker is built, linked and holds the state; stage -> its SYNCED."""
+
+    synced: dict[int, Synced]
+
+
+@dataclass(frozen=True)
+class StepReady:
+    """Every worker finished the backward work of a step; stage -> its READY and its squared norms' bytes."""
+
+    step: int
+    ready: dict[int, Ready]
+    norms: dict[int, memoryview]
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A piece of a worker's state."""
+
+    stage: int
+    header: State
+    payload: memoryview
+
+
+@dataclass(frozen=True)
+class Send:
+    """Action: send this frame to the worker of a stage."""
+
+    stage: int
+    type: FrameType
+    header: Header
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Action: tell the compute thread."""
+
+    event: Joined | AllSynced | StepReady | StatePiece
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Action: the session is over."""
+
+    error: PeerError
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Action: the worker is busy; dial it again later."""
+
+    stage: int
+    reason: str
+
+
+Action: TypeAlias = Send | Notify | Fail | Retry
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a stage runs."""
+
+    stage: int
+    host: str
+    port: int
+
+    def error(self, reason: str, step: int | None = None) -> PeerError:
+        """A fault of this peer."""
+        return PeerError(reason, stage=self.stage, host=self.host, port=self.port, step=step)
+
+
+class Phase(enum.Enum):
+    """Where the coordinator stands."""
+
+    JOIN = "join"
+    SYNC = "sync"
+    RUN = "run"
+    GATHER = "gather"
+    OVER = "over"
+
+
+@dataclass
+class CoordinatorControl:
+    """The coordinator's side of a session.
+
+    Args:
+        peers: the workers, by stage.
+        epoch: number of this session within the run.
+    """
+
+    peers: dict[int, Peer]
+    epoch: int
+    phase: Phase = Phase.JOIN
+    step: int | None = None
+    _welcomes: dict[int, Welcome] = field(default_factory=dict)
+    _synced: dict[int, Synced] = field(default_factory=dict)
+    _ready: dict[int, Ready] = field(default_factory=dict)
+    _norms: dict[int, memoryview] = field(default_factory=dict)
+
+    def received(self, stage: int, frame: Frame) -> list[Action]:
+        """A frame came from a worker."""
+        try:
+            return self._received(stage, frame)
+        except RemoteProtocolError as exc:
+            return self._fail(self.peers[stage].error(str(exc), self.step))
+
+    def closed(self, stage: int, reason: str) -> list[Action]:
+        """A worker's control connection ended."""
+        if self.phase is Phase.OVER:
+            return []
+        return self._fail(self.peers[stage].error(reason, self.step))
+
+    def sync(self, step: int, num_tensors: dict[int, int]) -> list[Action]:
+        """Everyone is to continue after `step` finished steps; each stage's tensors follow as STATE frames."""
+        self._expect(Phase.JOIN)
+        self.phase = Phase.SYNC
+        return [
+            Send(stage, FrameType.SYNC, Sync(epoch=self.epoch, step=step, num_tensors=num_tensors.get(stage, 0)))
+            for stage in self.peers
+        ]
+
+    def begin_step(self, step: int) -> None:
+        """The coordinator starts to compute a step."""
+        self._expect(Phase.RUN)
+        self.step = step
+
+    def apply(self, clip_factor: float) -> list[Action]:
+        """The decision about the step that all are ready with."""
+        self._expect(Phase.RUN)
+        assert self.step is not None and len(self._ready) == len(self.peers)
+        self._ready, self._norms = {}, {}
+        return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor)) for s in self.peers]
+
+    def gather(self, step: int) -> list[Action]:
+        """Everyone is to send the adapter as it is after `step`."""
+        self._expect(Phase.RUN)
+        self.phase = Phase.GATHER
+        return [Send(stage, FrameType.GATHER, Gather(step=step)) for stage in self.peers]
+
+    def gathered(self) -> None:
+        """All state is in."""
+        self._expect(Phase.GATHER)
+        self.phase = Phase.RUN
+
+    def end(self, type_: FrameType, reason: str) -> list[Action]:
+        """Ends the session with STOP or ABORT; disconnects that follow are no fault."""
+        if self.phase is Phase.OVER:
+            return []
+        self.phase = Phase.OVER
+        return [Send(stage, type_, Reason(reason=reason[:2000])) for stage in self.peers]
+
+    def _received(self, stage: int, frame: Frame) -> list[Action]:
+        header = frame.header
+        if isinstance(header, Fault):
+            return self._fail(self.explain(stage, header))
+        if isinstance(header, Reject):
+            if not header.permanent:
+                return [Retry(stage, header.reason)]
+            return self._fail(self.peers[stage].error(f"refused: {header.reason}"))
+        if isinstance(header, Reason):
+            return self._fail(self.peers[stage].error(f"ended: {header.reason}", self.step))
+        if isinstance(header, State):
+            self._expect_remote(Phase.GATHER, frame)
+            return [Notify(StatePiece(stage, header, frame.payload))]
+        if isinstance(header, Welcome):
+            self._expect_remote(Phase.JOIN, frame)
+            self._welcomes[stage] = header
+            return [Notify(Joined(self._welcomes))] if len(self._welcomes) == len(self.peers) else []
+        if isinstance(header, Synced):
+            return self._on_synced(stage, frame, header)
+        if isinstance(header, Ready):
+            return self._on_ready(stage, frame, header)
+        raise RemoteProtocolError(f"{frame.type.name} has no meaning for a coordinator")
+
+    def _on_synced(self, stage: int, frame: Frame, header: Synced) -> list[Action]:
+        self._expect_remote(Phase.SYNC, frame)
+        if header.epoch != self.epoch or stage in self._synced:
+            raise RemoteProtocolError(f"SYNCED of epoch {self.epoch} must come once, got epoch {header.epoch}")
+        self._synced[stage] = header
+        if len(self._synced) < len(self.peers):
+            return []
+        self.phase = Phase.RUN
+        return [Notify(AllSynced(self._synced))]
+
+    def _on_ready(self, stage: int, frame: Frame, header: Ready) -> list[Action]:
+        self._expect_remote(Phase.RUN, frame)
+        if header.step != self.step or stage in self._ready:
+            raise RemoteProtocolError(f"READY of step {self.step} must come once, got step {header.step}")
+        if frame.payload.nbytes % 8:
+            raise RemoteProtocolError(f"norms are float64, got {frame.payload.nbytes} bytes")
+        self._ready[stage], self._norms[stage] = header, frame.payload
+        if len(self._ready) < len(self.peers):
+            return []
+        return [Notify(StepReady(header.step, dict(self._ready), dict(self._norms)))]
+
+    def explain(self, stage: int, fault: Fault) -> PeerError:
+        """What a peer's ERROR says: its own fault, or one of a neighbour of its."""
+        if fault.stage is None:
+            return self.peers[stage].error(fault.reason, fault.step or self.step)
+        known = self.peers.get(fault.stage)
+        host, port = (known.host, known.port) if known else (fault.host, fault.port)
+        return PeerError(fault.reason, stage=fault.stage, host=host, port=port, step=fault.step or self.step)
+
+    def _fail(self, error: PeerError) -> list[Action]:
+        """Fails once; the other workers are told why."""
+        if self.phase is Phase.OVER:
+            return []
+        return [*self.end(FrameType.ABORT, str(error)), Fail(error)]
+
+    def _expect(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise LocalProtocolError(f"this belongs to phase {phase.value}, the session is in {self.phase.value}")
+
+    def _expect_remote(self, phase: Phase, frame: Frame) -> None:
+        if self.phase is not phase:
+            raise RemoteProtocolError(f"{frame.type.name} belongs to phase {phase.value}, not {self.phase.value}")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Which session a worker is in."""
+
+    run_id: str
+    epoch: int
+    stage: int
+
+
+def judge_hello(current: Membership | None, hello: Hello, *, link_taken: bool) -> Reject | None:
+    """Whether a worker takes part in what a HELLO asks for; None means yes.
+
+    A busy worker refuses another run for now; the same run at a higher epoch replaces its session.
+
+    Args:
+        current: the session that the worker is in.
+        hello: what came.
+        link_taken: the stage before is linked already.
+    """
+    if hello.purpose == "link":
+        if current is None or (hello.run_id, hello.epoch, hello.stage) != (
+            current.run_id,
+            current.epoch,
+            current.stage,
+        ):
+            return Reject(reason="this worker is in no such session", permanent=False)
+        return Reject(reason="the stage before is linked already", permanent=True) if link_taken else None
+    if hello.stage < 1:
+        return Reject(reason=f"a worker's stage is 1 or more, got {hello.stage}", permanent=True)
+    if current is None or (hello.run_id == current.run_id and hello.epoch > current.epoch):
+        return None
+    if hello.run_id == current.run_id:
+        return Reject(reason=f"epoch {hello.epoch} is over, this is epoch {current.epoch}", permanent=True)
+    return Reject(reason=f"busy with another run ({current.run_id})", permanent=False)

@@ -1,0 +1,281 @@
+"""A run from the coordinator's side, start to end: workers, data, session, loop, adapter, summary."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from hetero import adapters, data, models, registry, store
+from hetero.console import StepProgress
+from hetero.errors import ConfigError
+from hetero.inbox import Inbox
+from hetero.launch import LocalWorkers
+from hetero.loop import Training
+from hetero.loggers import RunLogger
+from hetero.member import Member
+from hetero.resolve import ResolvedRun
+from hetero.session import CoordinatorSession
+from hetero.spec import RunSpec, WorkerEntry
+from hetero.versions import versions
+from hetero.work import make_transport_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunResult:
+    """What a finished run gave.
+
+    Attributes:
+        spec: of the run.
+        records: one for each step, as in metrics.jsonl.
+        adapter_dir: the adapter of the whole model.
+        stages: device and dtype of each stage.
+    """
+
+    spec: RunSpec
+    adapter_dir: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[tuple[str, str]] = field(default_factory=list)
+
+
+def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult:
+    """Runs what a configuration asks for, and leaves no process, port or half-written file behind.
+
+    Args:
+        resolved: the checked configuration.
+        run_dir: the run's own folder; must not hold a run yet.
+        outputs: where launched workers keep their parts.
+
+    Raises:
+        ConfigError: something cannot work, found before any worker is contacted where it can be.
+        PeerError: a worker cannot be reached or failed.
+        NumericError: loss or gradients are not finite.
+    """
+    if (run_dir / "run.json").exists():
+        raise ConfigError(f"the run's folder must be a new one, {run_dir} holds a run already (hydra.run.dir)")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = resolved.config
+    with contextlib.ExitStack() as stack:
+        loggers = _loggers(resolved, run_dir)
+        launched = _launch(resolved, run_dir, outputs, stack)
+        prepared = _prepare(resolved)
+        total_steps = _total_steps(resolved, len(prepared.data_set.examples))
+        workers = launched.addresses() if launched is not None else None
+        spec = resolved.spec(total_steps=total_steps, workers=workers)
+        result = RunResult(spec, run_dir / "adapter")
+        run_id = uuid.uuid4().hex
+        about = _write_run_json(run_dir, run_id, spec, resolved)
+        with _logging_to(loggers, about):
+            session = CoordinatorSession(
+                spec,
+                run_id=run_id,
+                epoch=1,
+                inbox=Inbox(),
+                transport=make_transport_of(spec, config.allow_targets),
+                instance=uuid.uuid4().hex,
+            )
+            with _ending(session):
+                member = _assemble(session, prepared, config.hardware.coordinator.device, config.allow_targets, result)
+                with StepProgress(total_steps) as progress:
+
+                    def on_step(record: dict[str, Any]) -> None:
+                        result.records.append(record)
+                        for logger in loggers:
+                            logger.step(record)
+                        progress.step(record)
+
+                    train = registry.build("loop", spec.loop.target, config.allow_targets)
+                    train(
+                        Training(
+                            spec=spec,
+                            member=member,
+                            session=session,
+                            examples=prepared.data_set.examples,
+                            data=config.data,
+                            pad_id=prepared.pad_id,
+                            on_step=on_step,
+                        )
+                    )
+                gathered = member.stage.state() | session.gather(total_steps, prepared.adapter.shapes)
+                adapters.check_complete(prepared.adapter, gathered)
+                adapters.save_adapter(result.adapter_dir, prepared.adapter, gathered)
+    return result
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known before any worker is contacted."""
+
+    model_path: str | Path
+    data_set: data.DataSet
+    pad_id: int
+    adapter: adapters.ResolvedAdapter
+    initial: dict[str, torch.Tensor]
+
+
+def _prepare(resolved: ResolvedRun) -> _Prepared:
+    """Reads data, checks the adapter against the model, and finds the weights."""
+    config = resolved.config
+    model_path = store.find_weights(config.model.path, revision=config.model.revision)
+    tokenizer = _tokenizer(model_path, config.model.revision)
+    data_set = data.load(
+        config.data,
+        tokenizer,
+        vocab_size=resolved.facts.vocab_size,
+        max_positions=resolved.facts.max_position_embeddings,
+    )
+    log.info("data: %s", data_set.summary)
+    spec = resolved.spec(total_steps=1)
+    base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
+    adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
+    log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
+    initial = adapters.read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
+    pad_id = getattr(tokenizer, "pad_token_id", None)
+    return _Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
+
+
+def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
+    """The model's tokenizer; None for a folder without one, which is enough for tokenised rows."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if isinstance(model_path, Path) and not any((model_path / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(model_path, revision=revision)
+
+
+def _assemble(
+    session: CoordinatorSession, prepared: _Prepared, device: str, allow_targets: list[str], result: RunResult
+) -> Member:
+    """Joins the workers, builds stage 0 while they build theirs, and links up."""
+    spec = session.spec
+    session.join()
+    session.sync(
+        0,
+        {
+            index: {k: v for k, v in prepared.initial.items() if _may_own(k, stage.start, stage.end)}
+            for index, stage in enumerate(spec.stages)
+            if index and prepared.initial
+        },
+    )
+    member = Member(
+        spec,
+        0,
+        model_path=prepared.model_path,
+        device_name=device,
+        allow_targets=allow_targets,
+        inbox=session.inbox,
+    )
+    if prepared.initial:
+        member.load_state(prepared.initial)
+    member.connect(None, session.connect_downstream())
+    synced = session.wait_synced().synced
+    result.stages = [(str(member.stage.device), str(spec.stages[0].dtype))]
+    result.stages += [(synced[i].device, synced[i].dtype) for i in sorted(synced)]
+    for plan, (device_name, dtype) in zip(spec.stages, result.stages, strict=True):
+        log.info("stage %s: layers [%d, %d) on %s in %s", plan.id, plan.start, plan.end, device_name, dtype)
+    return member
+
+
+def _may_own(key: str, start: int, end: int) -> bool:
+    """Whether an adapter tensor can be a stage's: of its layers, or of no layer."""
+    layer = re.search(r"\.(?:layers|h)\.(\d+)\.", key)
+    return layer is None or start <= int(layer[1]) < end
+
+
+def _total_steps(resolved: ResolvedRun, num_examples: int) -> int:
+    loop = resolved.config.loop
+    if loop.steps is not None:
+        return loop.steps
+    assert loop.epochs is not None
+    return loop.epochs * data.steps_per_epoch(num_examples, loop.batch_size)
+
+
+def _launch(
+    resolved: ResolvedRun, run_dir: Path, outputs: Path, stack: contextlib.ExitStack
+) -> LocalWorkers | None:
+    """Starts local workers where the hardware says so; shares this machine's cores among all processes."""
+    if resolved.config.hardware.launch != "local" or not resolved.workers:
+        return None
+    entries: list[WorkerEntry] = resolved.workers
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // (1 + len(entries))))
+    torch.set_num_threads(threads)
+    models_dir = resolved.model_folder.parent if resolved.local_model and resolved.model_folder else None
+    return stack.enter_context(
+        LocalWorkers(
+            entries,
+            models_dir=models_dir,
+            threads=threads,
+            outputs=outputs,
+            log_dir=run_dir,
+            allow_targets=resolved.config.allow_targets,
+        )
+    )
+
+
+def _loggers(resolved: ResolvedRun, run_dir: Path) -> list[RunLogger]:
+    found = []
+    for name, raw in (resolved.config.logger or {}).items():
+        build = registry.build("logger", raw["_target_"], resolved.config.allow_targets)
+        try:
+            found.append(build(run_dir=run_dir, **{k: v for k, v in raw.items() if k != "_target_"}))
+        except TypeError as exc:
+            raise ConfigError(f"logger.{name} has an argument that {raw['_target_']} does not take: {exc}") from None
+    return found
+
+
+@contextlib.contextmanager
+def _logging_to(loggers: list[RunLogger], about: dict[str, Any]) -> Iterator[None]:
+    """Starts the loggers, and finishes them with the error that ended the run, if one did."""
+    started: list[RunLogger] = []
+    error: str | None = "interrupted"
+    try:
+        for logger in loggers:
+            logger.start(about)
+            started.append(logger)
+        yield
+        error = None
+    except Exception as exc:
+        error = str(exc)
+        raise
+    finally:
+        for logger in started:
+            logger.finish(error)
+
+
+@contextlib.contextmanager
+def _ending(session: CoordinatorSession) -> Iterator[None]:
+    """Tells the workers how the run ended, whichever way it did."""
+    try:
+        yield
+    except BaseException as exc:
+        session.end(stop=False, reason=str(exc) or type(exc).__name__)
+        raise
+    session.end(stop=True, reason="finished")
+
+
+def _write_run_json(run_dir: Path, run_id: str, spec: RunSpec, resolved: ResolvedRun) -> dict[str, Any]:
+    """What the run is, for people and for later commands."""
+    about = {
+        "run_id": run_id,
+        "run_name": resolved.config.run_name,
+        "digest": spec.digest(),
+        "spec": msgspec.to_builtins(spec),
+        "config": msgspec.to_builtins(resolved.config),
+        "versions": versions(),
+    }
+    text = json.dumps(about, indent=1, ensure_ascii=False, allow_nan=False)
+    (run_dir / "run.json").write_text(text, encoding="utf-8")
+    return about

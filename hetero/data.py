@@ -1,0 +1,247 @@
+"""Data: the configured rows -> examples, the order of a run's steps, and padded micro-batches.
+
+Only the coordinator reads data. Order is a pure function of (seed, epoch, step): a resume needs the step number only.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hetero.chat import Encoded, encode
+from hetero.errors import ConfigError
+from hetero.rows import IGNORE, Row, Rows, read_rows
+from hetero.spec import DataSpec
+
+DEFAULT_MAX_LENGTH = 1024
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row to train on.
+
+    Attributes:
+        row: its id in the data set, from 0, skipped rows counted.
+        input_ids: token ids, at least two.
+        labels: as long as input_ids, aligned with them (the loss shifts); -100 = not trained.
+    """
+
+    row: int
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The examples in the source's order, and one line on what was kept, skipped and cut."""
+
+    examples: tuple[Example, ...]
+    summary: str
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows padded to the longest of them.
+
+    Attributes:
+        rows: the examples' row ids, B of them.
+        input_ids: [B, T] int64.
+        attention_mask: [B, T] bool, False on padding; None when nothing is padded.
+        position_ids: [B, T] int64, from 0 at each row's first real token; None when nothing is padded.
+        labels: [B, T] int64, -100 on padding and on each row's first real token: in a left-padded row that one would be
+            predicted from a position that sees only padding.
+        label_tokens: number of labels that are predicted, those of labels[:, 1:] that are not -100.
+    """
+
+    rows: tuple[int, ...]
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    labels: torch.Tensor
+    label_tokens: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `Stage.forward` takes, by name; nothing for a mask and positions that are None."""
+        named = {
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def load(spec: DataSpec, tokenizer: Any | None, *, vocab_size: int, max_positions: int) -> DataSet:
+    """Read, tokenise, check and cut the configured rows; every example has at least one label that is predicted.
+
+    Args:
+        spec: the run's data configuration.
+        tokenizer: a `PreTrainedTokenizerBase`; None is enough for rows that are tokenised already.
+        vocab_size: rows of the model's embedding.
+        max_positions: the longest row that the model takes.
+
+    Raises:
+        ConfigError: a value, file or row that cannot work, or no row is left.
+    """
+    max_length = _max_length(spec, max_positions)
+    found = read_rows(spec)
+    encoded = encode(found.rows, tokenizer, response_only=spec.response_only)
+    if spec.source == "pydocs":
+        return _windows(found, encoded, vocab_size, max_length)
+    share = list(range(vocab_size)).__getitem__  # equal ids are one int object: a third of the memory
+    examples: list[Example] = []
+    cut = without = without_by_cut = 0
+    for row, item in zip(found.rows, encoded, strict=True):
+        _check_vocabulary(row, item, vocab_size)
+        example = _example(row, item, max_length, share)
+        if example is None:
+            without += 1
+            without_by_cut += _is_trained(item.labels)
+        else:
+            examples.append(example)
+            cut += len(item.input_ids) > max_length
+    summary = _summary(found, len(examples), cut, without, max_length)
+    if not examples and without_by_cut:
+        raise ConfigError(
+            f"data.max_length must leave a label in at least one row, got {max_length}; "
+            f"raise it (the model takes {max_positions}) or shorten the prompts: {summary}"
+        )
+    if not examples:
+        raise ConfigError(f"data.path must hold a row to train on (an answer, or two tokens of text), got {summary}")
+    if without:
+        logger.warning(
+            "%d of %d rows of %s have no label to train (%d since data.max_length=%d cuts it off) and are left out",
+            without, found.total, found.name, without_by_cut, max_length,
+        )  # fmt: skip
+    return DataSet(tuple(examples), summary)
+
+
+def steps_per_epoch(num_examples: int, batch_size: int) -> int:
+    """Steps that see each example once; the last one may have fewer rows, nothing crosses the epoch's border."""
+    return -(-num_examples // batch_size)
+
+
+def indices_of_step(num_examples: int, batch_size: int, step: int, *, seed: int, shuffle: bool) -> list[int]:
+    """Which examples a step trains on, in order.
+
+    Args:
+        num_examples: at least 1.
+        batch_size: rows a step.
+        step: from 1, over all epochs.
+        seed: of the run; another seed is another order.
+        shuffle: a new order in each epoch; else the order of the data set in every epoch.
+    """
+    epoch, window = divmod(step - 1, steps_per_epoch(num_examples, batch_size))
+    first = window * batch_size
+    if not shuffle:
+        return list(range(first, min(first + batch_size, num_examples)))
+    # Hashed, since with seed + epoch the second epoch of one seed is the first of the next.
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "big") >> 1
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(key))
+    picked: list[int] = order[first : first + batch_size].tolist()
+    return picked
+
+
+def micro_batches(
+    examples: Sequence[Example], microbatch_size: int, *, padding_side: Literal["right", "left"], pad_id: int
+) -> list[MicroBatch]:
+    """A step's examples as micro-batches, in order; the last may be short, each is padded to its own longest row."""
+    return [
+        _micro_batch(examples[start : start + microbatch_size], padding_side, pad_id)
+        for start in range(0, len(examples), microbatch_size)
+    ]
+
+
+def _micro_batch(examples: Sequence[Example], padding_side: str, pad_id: int) -> MicroBatch:
+    lengths = [len(example.input_ids) for example in examples]
+    width = max(lengths)
+    input_ids = torch.full((len(examples), width), pad_id)  # [B, T]
+    labels = torch.full_like(input_ids, IGNORE)
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for i, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+        start = 0 if padding_side == "right" else width - length
+        input_ids[i, start : start + length] = torch.tensor(example.input_ids)
+        labels[i, start + 1 : start + length] = torch.tensor(example.labels[1:])
+        mask[i, start : start + length] = True
+    padded = min(lengths) < width
+    return MicroBatch(
+        rows=tuple(example.row for example in examples),
+        input_ids=input_ids,
+        attention_mask=mask if padded else None,
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0) if padded else None,
+        labels=labels,
+        label_tokens=int((labels[:, 1:] != IGNORE).sum()),
+    )
+
+
+def _is_trained(labels: Sequence[int]) -> bool:
+    return any(label != IGNORE for label in labels[1:])
+
+
+def _example(row: Row, item: Encoded, max_length: int, share: Callable[[int], int]) -> Example | None:
+    """The row cut to max_length; None if no label is left."""
+    ids, labels = item.input_ids[:max_length], item.labels[:max_length]
+    if not _is_trained(labels):
+        return None
+    shared = tuple(map(share, ids))
+    if item.labels is item.input_ids:
+        return Example(row.id, shared, shared)
+    return Example(row.id, shared, tuple(label if label == IGNORE else share(label) for label in labels))
+
+
+def _max_length(spec: DataSpec, max_positions: int) -> int:
+    if spec.max_length is None:
+        return min(DEFAULT_MAX_LENGTH, max_positions)
+    if spec.max_length > max_positions:
+        raise ConfigError(
+            f"data.max_length must be at most {max_positions} (max_position_embeddings of the model), "
+            f"got {spec.max_length}"
+        )
+    return spec.max_length
+
+
+def _check_vocabulary(row: Row, item: Encoded, vocab_size: int) -> None:
+    for key, ids in (("input_ids", item.input_ids), ("labels", item.labels)):
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            what, remedy = (f"{row.where}: {key}", "choose the model that the rows were tokenised for")
+            if row.form != "tokens":
+                what, remedy = (row.where, "the tokenizer of model.path has tokens that the model lacks")
+            raise ConfigError(f"{what}: token id {largest} >= vocab {vocab_size}; {remedy}")
+
+
+def _windows(found: Rows, encoded: Iterable[Encoded], vocab_size: int, max_length: int) -> DataSet:
+    """Running text as rows of max_length tokens; the rest at the end is left out unless it is all there is."""
+    ids: list[int] = []
+    for row, item in zip(found.rows, encoded, strict=True):
+        _check_vocabulary(row, item, vocab_size)
+        ids += item.input_ids
+    pieces = [tuple(ids[start : start + max_length]) for start in range(0, len(ids), max_length)]
+    rest = 0
+    if len(pieces) > 1 and len(pieces[-1]) < max_length:
+        rest = len(pieces.pop())
+    if not pieces or len(pieces[0]) < 2:
+        raise ConfigError(f"data.source=pydocs must give at least two tokens, the tokenizer of model.path gives {ids}")
+    examples = tuple(Example(i, piece, piece) for i, piece in enumerate(pieces))
+    return DataSet(
+        examples, f"pydocs: {len(pieces)} rows of {len(pieces[0])} tokens, {rest} tokens at the end left out"
+    )
+
+
+def _summary(found: Rows, kept: int, cut: int, without: int, max_length: int) -> str:
+    reasons = [f"{count} {reason}" for reason, count in sorted(found.skipped.items())]
+    if without:
+        reasons.append(f"{without} without a label")
+    parts = [f"{found.name}: kept {kept} of {found.total} rows"]
+    if reasons:
+        parts.append("skipped " + ", ".join(reasons))
+    if cut:
+        parts.append(f"cut {cut} to {max_length} tokens")
+    if found.blank_lines:
+        parts.append(f"blank lines: {found.blank_lines}")
+    return "; ".join(parts)

@@ -1,0 +1,61 @@
+"""The exception tree: what can go wrong, by whose fault."""
+
+
+class HeteroError(Exception):
+    """Every error that hetero raises on purpose; its text is one line for the person who runs it."""
+
+
+class ConfigError(HeteroError):
+    """A value of the user's that cannot work: names the key, the rule, the value and the remedy."""
+
+
+class NumericError(HeteroError):
+    """A loss or a gradient that is not finite."""
+
+
+class PeerError(HeteroError):
+    """A fault of another machine or of the network between, with where and when it happened.
+
+    Args:
+        reason: what happened, in one clause.
+        stage: index of the stage that the peer runs, where known.
+        host: the peer's host as configured.
+        port: the peer's port.
+        step: the optimizer step (from 1) during which it happened; None outside of a step.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        stage: int | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        self.reason, self.stage, self.host, self.port, self.step = reason, stage, host, port, step
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        who = "the peer" if self.stage is None else f"stage {self.stage}"
+        where = "" if self.host is None else f" at {show_address(self.host, self.port)}"
+        when = "" if self.step is None else f" in step {self.step}"
+        return f"{who}{where}{when}: {self.reason}"
+
+
+class ProtocolError(HeteroError):
+    """A connection's rules were broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side tried to send what the protocol does not allow; a defect of this program."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side sent what the protocol does not allow; the connection ends."""
+
+
+def show_address(host: str, port: int | None) -> str:
+    """`host:port` with brackets around an IPv6 address; port 0 or None is left out."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{port}" if port else shown

@@ -1,0 +1,73 @@
+"""The table of verified model families: where their parts are, and their few differences.
+
+A family is verified when the tests that run over this table pass for it; every other `model_type` is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero.errors import ConfigError
+
+_LLAMA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LLAMA_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers.
+
+    Attributes:
+        layers: the decoder layers' list in the base model.
+        embedding: the token embedding there.
+        final_norm: the norm after the last layer there.
+        zero_after_first: modules of the base model whose output is added after the embedding, so that stages
+            after the first must add nothing (learned positions).
+        identity_after_first: modules that act on the embedding's sum, so that stages after the first skip them.
+        linear_modules: names of the linear modules of a layer, which an adapter may target.
+        default_targets: what `adapter.target_modules=auto` means.
+    """
+
+    model_type: str
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    zero_after_first: tuple[str, ...] = ()
+    identity_after_first: tuple[str, ...] = ()
+    linear_modules: tuple[str, ...] = _LLAMA_ATTENTION + _LLAMA_MLP
+    default_targets: tuple[str, ...] = _LLAMA_ATTENTION + _LLAMA_MLP
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3"),
+        Family(
+            "gpt2",
+            layers="h",
+            embedding="wte",
+            final_norm="ln_f",
+            zero_after_first=("wpe",),
+            identity_after_first=("drop",),
+            linear_modules=("c_attn", "c_proj", "c_fc"),
+            default_targets=("c_attn",),
+        ),
+    )
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        ConfigError: it is not in the table.
+    """
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model.path must lead to a model of a verified family ({', '.join(FAMILIES)}), "
+            f"got model_type {model_type!r}: its layers would have to be checked stage by stage first"
+        )
+    return FAMILIES[model_type]

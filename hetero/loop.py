@@ -1,0 +1,131 @@
+"""The run: for each step data -> runtime -> norm -> one decision for all stages -> log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.control import StepReady
+from hetero.data import Example, MicroBatch, indices_of_step, micro_batches
+from hetero.errors import NumericError, PeerError
+from hetero.member import Member
+from hetero.optim import clip_factor, global_norm
+from hetero.runtime import StepPlan
+from hetero.session import CoordinatorSession
+from hetero.spec import DataSpec, RunSpec
+from hetero.wire.headers import Ready
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a loop works with, built and connected.
+
+    Attributes:
+        spec: the run.
+        member: stage 0.
+        session: the other stages.
+        examples: the data set.
+        data: its settings (order and padding side).
+        pad_id: token that fills up short rows.
+        on_step: gets each step's record, as `metrics.jsonl` holds it.
+    """
+
+    spec: RunSpec
+    member: Member
+    session: CoordinatorSession
+    examples: Sequence[Example]
+    data: DataSpec
+    pad_id: int
+    on_step: Callable[[dict[str, Any]], None]
+
+
+def train(training: Training) -> None:
+    """Runs all steps of a run.
+
+    Raises:
+        PeerError: a worker failed; the step is named.
+        NumericError: a loss or a gradient is not finite; no stage has taken the step.
+    """
+    for step in range(1, training.spec.total_steps + 1):
+        training.on_step(run_step(training, step))
+
+
+def run_step(training: Training, step: int) -> dict[str, Any]:
+    """One optimizer step on all stages; gives its record.
+
+    Raises:
+        PeerError, NumericError: as `train`.
+    """
+    started = time.perf_counter()
+    batches = list(batches_of(training, step))
+    label_tokens = sum(batch.label_tokens for batch in batches)
+    shapes = [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in batches]
+    training.session.begin_step(step)
+    try:
+        own, norms, _ = training.member.run_step(
+            StepPlan(step, label_tokens, shapes), [batch.tensors() for batch in batches]
+        )
+        others = training.session.wait_ready()
+    except PeerError as exc:
+        if exc.step is not None:
+            raise
+        raise PeerError(exc.reason, stage=exc.stage, host=exc.host, port=exc.port, step=step) from exc
+    readies = {0: own} | (others.ready if others is not None else {})
+    _refuse_non_finite(training.spec, step, readies)
+    norm = global_norm([*norms.tolist(), *_other_norms(others)])
+    factor = clip_factor(norm, training.spec.loop.max_grad_norm)
+    training.session.apply(factor)
+    rate = training.member.apply(step, factor)
+    elapsed = time.perf_counter() - started
+    return {
+        "step": step,
+        "loss": readies[len(readies) - 1].loss,
+        "lr": rate,
+        "grad_norm": norm,
+        "tokens": label_tokens,
+        "rows": [row for batch in batches for row in batch.rows],
+        "step_time_s": elapsed,
+        "tokens_per_s": label_tokens / elapsed,
+        "stages": [_stage_record(training.spec, index, ready) for index, ready in sorted(readies.items())],
+    }
+
+
+def batches_of(training: Training, step: int) -> Iterator[MicroBatch]:
+    """The micro-batches of a step; a pure function of seed and step."""
+    loop, data = training.spec.loop, training.data
+    indices = indices_of_step(
+        len(training.examples), loop.batch_size, step, seed=training.spec.seed, shuffle=data.shuffle
+    )
+    examples = [training.examples[index] for index in indices]
+    yield from micro_batches(
+        examples, loop.microbatch_size, padding_side=data.padding_side, pad_id=training.pad_id
+    )
+
+
+def _other_norms(others: StepReady | None) -> list[float]:
+    if others is None:
+        return []
+    return [value for raw in others.norms.values() if raw.nbytes for value in raw.cast("B").cast("d").tolist()]
+
+
+def _refuse_non_finite(spec: RunSpec, step: int, readies: dict[int, Ready]) -> None:
+    bad = [index for index, ready in sorted(readies.items()) if not ready.finite]
+    if not bad:
+        return
+    index = max(bad)  # backward runs from the last stage to the first, so the last one was first
+    raise NumericError(
+        f"stage {index} ({spec.stages[index].id}) has a loss or a gradient that is not finite in step {step}; no stage "
+        "took the step. A lower optimizer.lr, lr_schedule.warmup_steps, or model.dtype=float32 may help"
+    )
+
+
+def _stage_record(spec: RunSpec, index: int, ready: Ready) -> dict[str, Any]:
+    return {
+        "id": spec.stages[index].id,
+        "busy_s": ready.busy_s,
+        "wait_s": ready.wait_s,
+        "bytes_sent": ready.bytes_sent,
+        "memory_bytes": ready.memory_bytes,
+    }

@@ -1,0 +1,120 @@
+"""A process's part in a run: its stage, its optimizer and its runtime; the same for coordinator and worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hetero import device as devices
+from hetero import registry
+from hetero.adapters import load_tensors
+from hetero.inbox import Inbox
+from hetero.optim import learning_rate
+from hetero.runtime import Runtime, StepPlan, StepWork
+from hetero.spec import RunSpec
+from hetero.stage import Stage
+from hetero.transport.link import Link
+from hetero.wire.headers import Ready
+
+
+class Member:
+    """Stage `index` of a run in this process.
+
+    Args:
+        spec: the run.
+        index: of the stage.
+        model_path: where this machine has the model.
+        device_name: device to use where the plan names none.
+        allow_targets: this machine's additions to the allow list.
+        inbox: where this process's links deliver.
+
+    Raises:
+        ConfigError: the stage cannot be built on this machine.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        index: int,
+        *,
+        model_path: str | Path,
+        device_name: str,
+        allow_targets: Sequence[str] = (),
+        inbox: Inbox,
+    ) -> None:
+        self.spec, self.index = spec, index
+        plan = spec.stages[index]
+        device = devices.resolve(plan.device or device_name, key=f"shard_plan.stages[{index}].device")
+        build = registry.build("stage", spec.stage.target, allow_targets)
+        self.stage: Stage = build(spec, index, model_path, device, **spec.stage.args)
+        make_optimizer = registry.build("optimizer", spec.optimizer.target, allow_targets)
+        parameters = list(self.stage.trained.values())
+        self._optimizer: torch.optim.Optimizer | None = (
+            make_optimizer(parameters, **spec.optimizer.args) if parameters else None
+        )
+        self._inbox = inbox
+        self._runtime: Runtime | None = None
+        self._links: tuple[Link, ...] = ()
+        self._sent_before = 0
+
+    def connect(self, upstream: Link | None, downstream: Link | None) -> None:
+        """Gives the stage its links."""
+        dtypes = self.spec.boundary_dtypes
+        self._links = tuple(link for link in (upstream, downstream) if link is not None)
+        self._runtime = Runtime(
+            self.stage,
+            index=self.index,
+            num_stages=len(self.spec.stages),
+            schedule=self.spec.schedule,
+            inbox=self._inbox,
+            upstream=upstream,
+            downstream=downstream,
+            upstream_dtype=dtypes[self.index - 1] if self.index else "float32",
+            downstream_dtype=dtypes[self.index] if self.index < len(dtypes) else "float32",
+        )
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes over values for its trained tensors."""
+        load_tensors(self.stage.trained, tensors)
+
+    def run_step(
+        self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]] | None = None
+    ) -> tuple[Ready, torch.Tensor, StepWork]:
+        """Forward and backward of a step.
+
+        Returns:
+            READY as the coordinator wants it, the squared gradient norms float64 [n], and what was done when.
+        """
+        assert self._runtime is not None
+        work = self._runtime.run_step(plan, batches)
+        norms = self.stage.squared_norms()
+        loss = self.stage.loss() if self.stage.is_last else 0.0
+        finite = math.isfinite(loss) and bool(torch.isfinite(norms).all())
+        sent = sum(link.bytes_sent() for link in self._links)
+        ready = Ready(
+            step=plan.step,
+            finite=finite,
+            loss=loss if self.stage.is_last and math.isfinite(loss) else None,
+            busy_s=work.busy_s,
+            wait_s=work.wait_s,
+            bytes_sent=sent - self._sent_before,
+            memory_bytes=self.stage.device.memory_bytes(),
+        )
+        self._sent_before = sent
+        return ready, norms, work
+
+    def apply(self, step: int, clip_factor: float) -> float:
+        """Takes the optimizer's step; gives the learning rate that it had."""
+        rate = learning_rate(
+            step, self.spec.total_steps, float(self.spec.optimizer.args["lr"]), self.spec.lr_schedule
+        )
+        if self._optimizer is not None:
+            self.stage.scale_gradients(clip_factor)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self.stage.end_step()
+        return rate

@@ -1,0 +1,219 @@
+"""A stage of a transformers model: the ordinary class with foreign modules replaced, loaded by `from_pretrained`.
+
+The list of layers keeps its full length, so that global names, per-layer attention types and PEFT keys stay right;
+layers of other stages are pass-throughs and their weights are never read. Relies on transformers' private
+`_keys_to_ignore_on_load_unexpected` and `all_tied_weights_keys`; the version is pinned and a test covers each.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError
+from hetero.families import Family, family_of
+from hetero.shards import own_files
+
+log = logging.getLogger(__name__)
+
+
+class PassThrough(nn.Module):
+    """Stands where another stage's module is; gives its first argument back."""
+
+    def forward(self, first: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The first argument."""
+        return first if first is not None else next(iter(kwargs.values()))
+
+
+class AddsNothing(nn.Module):
+    """Stands where a module is whose output another stage has added already; gives zero."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A scalar zero."""
+        return torch.zeros(())
+
+
+def load_stage(
+    path: str | Path,
+    start: int,
+    end: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "none",
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+) -> nn.Module:
+    """The model's layers [start, end), with the embedding on the first stage and norm and head on the last.
+
+    Only the weights of these modules are read. The model is in training mode and frozen.
+
+    Args:
+        path: a folder with config.json and safetensors, or a hub id.
+        start: first layer.
+        end: one past the last layer.
+        dtype: of the weights.
+        device: where they go.
+        quantization: `nf4` holds linear layers in 4 bits (with double quantisation).
+        attn_implementation: `sdpa`, `eager`, or None for the model's own choice.
+        revision: of a hub id.
+
+    Raises:
+        ConfigError: the family is not verified, weights are missing, or bitsandbytes is needed and not there.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.from_pretrained(path, revision=revision)
+    family = family_of(config.model_type)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    options: dict[str, Any] = (
+        {"device_map": {"": str(device)}} if device.type != "cpu" or quantization != "none" else {}
+    )
+    if quantization == "nf4":
+        options["quantization_config"] = _nf4(dtype)
+    extent = {"num_layers": config.num_hidden_layers, "tied": config.tie_word_embeddings}
+    try:
+        with own_files(path, family, start, end, **extent) as own_path:
+            model, info = _stage_class(cls, family, start, end).from_pretrained(
+                own_path,
+                revision=revision,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except (OSError, ValueError, SafetensorError) as exc:
+        first_line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {first_line}") from exc
+    lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if lacking:
+        raise ConfigError(
+            f"model.path {str(path)!r} must hold all weights of layers [{start}, {end}), "
+            f"lacks {', '.join(lacking[:4])}{' ...' if len(lacking) > 4 else ''}"
+        )
+    unfilled = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    assert not unfilled, unfilled
+    if quantization == "nf4":
+        _keep_trainable_layout(model)
+    model.name_or_path = model.config.name_or_path = str(path)  # not the folder of links
+    model.requires_grad_(False)
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def meta_model(path: str | Path | None, config_dict: dict[str, Any] | None = None, revision: str | None = None) -> Any:
+    """The whole model without memory for its weights: shapes and names only."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config_dict is not None:
+        kind = str(config_dict["model_type"])
+        config = AutoConfig.for_model(kind, **{k: v for k, v in config_dict.items() if k != "model_type"})
+    else:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def embedding_of(model: Any) -> nn.Module:
+    """The token embedding, as it is now (PEFT may have wrapped it)."""
+    return model.get_input_embeddings()  # type: ignore[no-any-return]
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder layers, foreign ones included."""
+    return getattr(model.base_model, family_of(model.config.model_type).layers)  # type: ignore[no-any-return]
+
+
+def _stage_class(cls: Any, family: Family, start: int, end: int) -> Any:
+    """A subclass of a transformers model class that prunes itself when it is made."""
+
+    class Stage(cls):  # type: ignore[misc]
+        _keys_to_ignore_on_load_unexpected = (
+            rf"(^|\.){family.layers}\.\d+\.",
+            r"^lm_head\.",
+            *(rf"(^|\.){name}\." for name in (family.final_norm, family.embedding, *family.zero_after_first)),
+        )
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            _prune(self, family, start, end)
+
+    Stage.__name__ = Stage.__qualname__ = cls.__name__
+    return Stage
+
+
+def _prune(model: Any, family: Family, start: int, end: int) -> None:
+    """Replaces what other stages hold; the list of layers keeps its length."""
+    base = model.base_model
+    layers = getattr(base, family.layers)
+    first, last = start == 0, end == len(layers)
+    if end > len(layers):
+        raise ConfigError(f"shard_plan must end at the model's {len(layers)} layers, got [{start}, {end})")
+    for index, layer in enumerate(layers):
+        if not start <= index < end:
+            foreign = PassThrough()
+            if hasattr(layer, "attention_type"):  # the model looks up the mask by it
+                foreign.attention_type = layer.attention_type
+            layers[index] = foreign
+    if not (first or (last and model.config.tie_word_embeddings)):
+        setattr(base, family.embedding, PassThrough())
+    if not first:
+        for name in family.zero_after_first:
+            setattr(base, name, AddsNothing())
+        for name in family.identity_after_first:
+            setattr(base, name, nn.Identity())
+    if not last:
+        setattr(base, family.final_norm, PassThrough())
+        model.lm_head = PassThrough()
+        model.all_tied_weights_keys = {}
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError(
+            "model.quantization=nf4 needs the package bitsandbytes, which cannot be imported here: "
+            f"pip install bitsandbytes ({exc})"
+        ) from None
+    from transformers import BitsAndBytesConfig
+
+    # The head by name: the automatic rule also exempts "the last module", which differs on a pruned model.
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["lm_head"],
+    )
+
+
+def _keep_trainable_layout(model: nn.Module) -> None:
+    """Keeps bitsandbytes from repacking 4-bit weights on AVX512-BF16 CPUs: that layout has no gradient.
+
+    One evaluation forward would repack in place and make the next training gradient silently wrong.
+    """
+    import bitsandbytes
+
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m hetero.models fetch NAME`."""
+    from hetero.fetch import main as fetch_main
+
+    return fetch_main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,196 @@
+"""From the composed configuration to the run that it asks for: model facts, explicit plan, `RunSpec`.
+
+Reads config.json files only: no torch, no transformers, no weights, no worker.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetero import registry, store
+from hetero.checked import convert
+from hetero.errors import ConfigError
+from hetero.facts import ModelFacts, read_facts
+from hetero.families import Family, family_of
+from hetero.plan import resolve_plan
+from hetero.schedule import policy_for
+from hetero.spec import (
+    OPTIMIZER_ARGS,
+    AnyOptimizerArgs,
+    Config,
+    ObjectSpec,
+    RunSpec,
+    StageSpec,
+    WorkerEntry,
+)
+
+DEFAULT_MAX_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A checked configuration with what follows from it.
+
+    Attributes:
+        config: as composed.
+        facts: of the model.
+        family: of the model.
+        stages: the explicit plan.
+        workers: machines of stages 1.., with port 0 where they are yet to be launched.
+        model_folder: the local folder that `model.path` leads to, if it is one.
+        local_model: other machines look the model up by its folder's name.
+        max_length: most tokens of a row.
+    """
+
+    config: Config
+    facts: ModelFacts
+    family: Family
+    stages: list[StageSpec]
+    workers: list[WorkerEntry]
+    model_folder: Path | None
+    local_model: bool
+    max_length: int
+
+    def spec(self, *, total_steps: int, workers: list[WorkerEntry] | None = None) -> RunSpec:
+        """What every machine of the run agrees on.
+
+        Args:
+            total_steps: optimizer steps of the whole run.
+            workers: with their real ports; as configured if None.
+        """
+        c = self.config
+        modules = c.adapter.modules_to_save
+        if modules == "auto":
+            modules = [self.family.embedding, "lm_head"] if c.model.path == store.TINY else None
+        path = store.local_name(self.model_folder) if self.local_model and self.model_folder else c.model.path
+        return RunSpec(
+            seed=c.seed,
+            model=msgspec.structs.replace(c.model, path=path),
+            local_model=self.local_model,
+            num_hidden_layers=self.facts.num_hidden_layers,
+            hidden_size=self.facts.hidden_size,
+            vocab_size=self.facts.vocab_size,
+            max_length=self.max_length,
+            total_steps=total_steps,
+            adapter=msgspec.structs.replace(c.adapter, modules_to_save=modules, init_from=None),
+            stages=self.stages,
+            workers=self.workers if workers is None else workers,
+            boundary_dtypes=[
+                stage.dtype if c.transport.wire_dtype == "auto" else c.transport.wire_dtype  # type: ignore[misc]
+                for stage in self.stages[:-1]
+            ],
+            transport=c.transport,
+            schedule=c.schedule,
+            stage=_object("stage", c.stage),
+            optimizer=_object("optimizer", c.optimizer),
+            lr_schedule=c.lr_schedule,
+            loop=c.loop,
+        )
+
+
+def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False) -> ResolvedRun:
+    """Checks a composed configuration as a whole.
+
+    Args:
+        raw: plain data of the configuration files and the command line.
+        shapes_dir: configurations of models whose weights are not here.
+        for_drawing: only the plan is needed: sample host names and missing data are no fault.
+
+    Raises:
+        ConfigError: something cannot work.
+    """
+    config = convert(raw, Config)
+    _check_objects(config)
+    policy_for(config.schedule.name, 0, 1, 1, config.schedule.max_in_flight)
+    raw_facts, folder = store.find_config(
+        config.model.path,
+        revision=config.model.revision,
+        shapes_dir=shapes_dir,
+    )
+    facts = read_facts(raw_facts)
+    family = family_of(facts.model_type)
+    stages, workers = resolve_plan(config, facts.num_hidden_layers)
+    if not for_drawing:
+        _check_for_training(config, facts, stages)
+        _check_hosts(config)
+    is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
+    return ResolvedRun(
+        config=config,
+        facts=facts,
+        family=family,
+        stages=stages,
+        workers=workers,
+        model_folder=folder,
+        local_model=is_path and config.model.path != store.TINY,
+        max_length=config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings),
+    )
+
+
+def _object(group: str, raw: dict[str, Any]) -> ObjectSpec:
+    args = {key: value for key, value in raw.items() if key != "_target_"}
+    if not isinstance(raw.get("_target_"), str):
+        raise ConfigError(f"{group}._target_ must be given")
+    return ObjectSpec(target=raw["_target_"], args=args)
+
+
+def _check_objects(config: Config) -> None:
+    extra = config.allow_targets
+    registry.check("transport", config.transport.target, extra)
+    registry.check("loop", config.loop.target, extra)
+    registry.check("stage", _object("stage", config.stage).target, extra)
+    for name, logger in (config.logger or {}).items():
+        registry.check("logger", _object(f"logger.{name}", logger).target, extra)
+    optimizer = _object("optimizer", config.optimizer)
+    registry.check("optimizer", optimizer.target, extra)
+    convert(optimizer.args, OPTIMIZER_ARGS.get(optimizer.target, AnyOptimizerArgs), root="optimizer")
+
+
+def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpec]) -> None:
+    loop, data = config.loop, config.data
+    if (loop.steps is None) == (loop.epochs is None):
+        raise ConfigError(f"loop must give steps or epochs and null for the other, got {loop.steps} and {loop.epochs}")
+    if data.source != "pydocs" and not data.path:
+        raise ConfigError(f"data.path must be given for data={data.source}: data.path=FILE")
+    if data.source == "jsonl" and data.path and not Path(data.path).expanduser().exists():
+        raise ConfigError(f"data.path must be a file of JSON lines, found nothing at {Path(data.path).absolute()}")
+    if data.max_length is not None and data.max_length > facts.max_position_embeddings:
+        raise ConfigError(
+            f"data.max_length must be at most {facts.max_position_embeddings} "
+            f"(max_position_embeddings of the model), got {data.max_length}"
+        )
+    init_from = config.adapter.init_from
+    if init_from is not None and not Path(init_from).expanduser().is_dir():
+        raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found none at {init_from}")
+    frames = loop.microbatch_size * (data.max_length or 0) * facts.hidden_size * 4
+    if frames > config.transport.max_frame_bytes:
+        raise ConfigError(
+            f"transport.max_frame_bytes must hold a micro-batch ({frames} bytes: loop.microbatch_size x "
+            f"data.max_length x {facts.hidden_size} x 4), got {config.transport.max_frame_bytes}"
+        )
+    for index, stage in enumerate(stages):
+        if stage.quantization == "nf4" and (index == 0 or config.hardware.launch == "local"):
+            _need_bitsandbytes(index, stage)
+
+
+def _need_bitsandbytes(index: int, stage: StageSpec) -> None:
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as exc:
+        raise ConfigError(
+            f"quantization=nf4 on stage {index} ({stage.id}, device {stage.device or 'auto'}) needs the package "
+            f"bitsandbytes, which cannot be imported here: pip install bitsandbytes, or model.quantization=none ({exc})"
+        ) from None
+
+
+def _check_hosts(config: Config) -> None:
+    for index, worker in enumerate(config.hardware.workers):
+        if worker.host.endswith(".example"):
+            raise ConfigError(
+                f"hardware.workers[{index}].host is the sample name {worker.host!r}: write your machine's name into "
+                f"the file under conf/hardware, or pass hardware.workers=[{{id: {worker.id}, host: NAME, port: 9999}}]"
+            )

@@ -1,0 +1,192 @@
+"""One stage's event loop for one step: does the ready work that its policy prefers, and waits for the rest.
+
+forward(m):  ready when its hidden is here (first stage: always), and fewer than K are in flight
+backward(m): ready when its gradient is here (last stage: once its forward is done); in the order of forwards
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hetero.inbox import Inbox
+from hetero.schedule import Op, Policy, next_op, policy_for
+from hetero.spec import ScheduleSpec
+from hetero.stage import Stage
+from hetero.transport.link import Link, Received
+from hetero.wire.flow import RIDERS, pack_shapes
+from hetero.wire.headers import FrameType, Step, Tensors
+from hetero.wire.tensors import DTYPES, pack, unpack
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step as its STEP frame announces it."""
+
+    step: int
+    label_tokens: int
+    shapes: list[tuple[int, int]]
+
+
+@dataclass
+class StepWork:
+    """What a stage did in a step: seconds computing, seconds waiting, and (start, end, what, micro-batch) spans."""
+
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    spans: list[tuple[float, float, str, int]] = field(default_factory=list)
+
+
+class Runtime:
+    """Runs the steps of one stage.
+
+    Args:
+        stage: what computes.
+        index: of the stage.
+        num_stages: of the run.
+        schedule: the policy by name.
+        inbox: where the links deliver.
+        upstream: link to the stage before, None on the first.
+        downstream: link to the stage after, None on the last.
+        upstream_dtype: dtype of hidden and grad on the link to the stage before.
+        downstream_dtype: the same towards the stage after.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        index: int,
+        num_stages: int,
+        schedule: ScheduleSpec,
+        inbox: Inbox,
+        upstream: Link | None = None,
+        downstream: Link | None = None,
+        upstream_dtype: str = "float32",
+        downstream_dtype: str = "float32",
+    ) -> None:
+        self.stage, self.inbox = stage, inbox
+        self._index, self._num_stages, self._schedule = index, num_stages, schedule
+        self._upstream, self._downstream = upstream, downstream
+        self._upstream_dtype, self._downstream_dtype = DTYPES[upstream_dtype], DTYPES[downstream_dtype]
+
+    def run_step(self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]] | None = None) -> StepWork:
+        """Runs forward and backward of all micro-batches of a step.
+
+        Args:
+            plan: the step.
+            batches: on the first stage, its micro-batches: tensors as `Stage.forward` takes them.
+
+        Raises:
+            PeerError: a neighbour or the coordinator failed.
+        """
+        if self._downstream is not None:
+            header = Step(step=plan.step, label_tokens=plan.label_tokens)
+            self._downstream.send(FrameType.STEP, header, [memoryview(pack_shapes(plan.shapes))])
+        policy = policy_for(
+            self._schedule.name, self._index, self._num_stages, len(plan.shapes), self._schedule.max_in_flight
+        )
+        return _OneStep(self, plan, policy, batches).run()
+
+
+class _OneStep:
+    """The state of one step on one stage."""
+
+    def __init__(
+        self, runtime: Runtime, plan: StepPlan, policy: Policy, batches: Sequence[dict[str, torch.Tensor]] | None
+    ) -> None:
+        self._rt, self._plan, self._policy = runtime, plan, policy
+        self._forwards = deque(batches or ())
+        self._grads: deque[torch.Tensor] = deque()
+        self._num_forward = self._num_backward = 0
+        self._work = StepWork()
+
+    def run(self) -> StepWork:
+        """Works until every micro-batch went backward."""
+        total = len(self._plan.shapes)
+        while self._num_backward < total:
+            self._take_arrived()
+            last = self._rt.stage.is_last
+            op = next_op(
+                self._policy,
+                self._num_forward - self._num_backward,
+                bool(self._forwards),
+                self._num_backward < self._num_forward if last else bool(self._grads),
+            )
+            if op is None:
+                self._wait()
+            elif op is Op.FORWARD:
+                self._timed(self._forward, "forward", self._num_forward)
+            else:
+                self._timed(self._backward, "backward", self._num_backward)
+        return self._work
+
+    def _forward(self) -> None:
+        batch = self._forwards.popleft()
+        hidden = self._rt.stage.forward(self._plan.step, self._num_forward, batch, self._plan.label_tokens)
+        if self._rt._downstream is not None:
+            assert hidden is not None
+            riders = {name: batch[name] for name in RIDERS if name in batch}
+            self._send(self._rt._downstream, FrameType.FORWARD, self._num_forward, riders, hidden=hidden)
+        self._num_forward += 1
+
+    def _backward(self) -> None:
+        grad = None if self._rt.stage.is_last else self._grads.popleft()
+        grad_in = self._rt.stage.backward(self._num_backward, grad)
+        if self._rt._upstream is not None:
+            assert grad_in is not None
+            self._send(self._rt._upstream, FrameType.BACKWARD, self._num_backward, {}, grad=grad_in)
+        self._num_backward += 1
+
+    def _send(
+        self, link: Link, type_: FrameType, micro_batch: int, riders: dict[str, torch.Tensor], **large: torch.Tensor
+    ) -> None:
+        dtype = self._rt._downstream_dtype if type_ is FrameType.FORWARD else self._rt._upstream_dtype
+        on_host = {name: self._rt.stage.device.to_host(tensor.to(dtype)) for name, tensor in large.items()}
+        table, payload = pack(on_host | riders)
+        link.send(type_, Tensors(step=self._plan.step, micro_batch=micro_batch, tensors=table), payload)
+
+    def _take_arrived(self) -> None:
+        for event in self._rt.inbox.take(self._is_work):
+            self._take(event)
+
+    def _wait(self) -> None:
+        before = time.perf_counter()
+        self._take(self._rt.inbox.get(self._is_work))
+        self._work.wait_s += time.perf_counter() - before
+
+    def _is_work(self, event: object) -> bool:
+        return (
+            isinstance(event, Received)
+            and isinstance(event.frame.header, Tensors)
+            and event.frame.header.step == self._plan.step
+        )
+
+    def _take(self, event: object) -> None:
+        assert isinstance(event, Received) and isinstance(event.frame.header, Tensors)
+        tensors = unpack(event.frame.header.tensors, event.frame.payload)
+        if event.frame.type is FrameType.FORWARD:
+            self._forwards.append(tensors)
+        else:
+            self._grads.append(tensors["grad"])
+
+    def _timed(self, work: object, what: str, micro_batch: int) -> None:
+        before = time.perf_counter()
+        work()  # type: ignore[operator]
+        after = time.perf_counter()
+        self._work.busy_s += after - before
+        self._work.spans.append((before, after, what, micro_batch))
+
+
+def step_plan_of(event: Received) -> StepPlan:
+    """The step that a received STEP frame announces."""
+    import struct
+
+    header, payload = event.frame.header, event.frame.payload
+    assert isinstance(header, Step)
+    numbers = struct.unpack(f"<{payload.nbytes // 4}i", payload)
+    return StepPlan(header.step, header.label_tokens, list(zip(numbers[::2], numbers[1::2], strict=True)))

@@ -1,0 +1,355 @@
+"""A worker's listening side: judges every HELLO, and lends the session that results to the compute thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hetero.control import Membership, Peer, judge_hello
+from hetero.errors import ConfigError, HeteroError, PeerError
+from hetero.inbox import Inbox
+from hetero.session import StateAssembler, flow_at_boundary, is_end, named, open_link, pass_on
+from hetero.spec import RunSpec
+from hetero.transport.link import Closed, Link, Received
+from hetero.transport.tcp import TcpTransport, tune
+from hetero.versions import versions
+from hetero.wire.headers import (
+    Apply,
+    Fault,
+    FrameType,
+    Gather,
+    Header,
+    Hello,
+    Reason,
+    Reject,
+    State,
+    Step,
+    Sync,
+    TensorEntry,
+    Welcome,
+)
+from hetero.wire.messages import CommandTable, Message
+from hetero.wire.tensors import state_frames
+
+log = logging.getLogger(__name__)
+
+HELLO_S = 5.0
+END_S = 3.0
+END_GRACE_S = 1.0
+MAX_WAITING = 32  # connections that have not said HELLO yet
+
+
+class SessionOver(Exception):  # noqa: N818
+    """The coordinator ended the session; not a fault."""
+
+
+@dataclass
+class WorkerSession:
+    """One session of a worker: what compute needs of it.
+
+    Attributes:
+        spec: the run.
+        member: run, epoch and stage.
+        inbox: frames of both links and of the control, and the first failure.
+        transport: as the spec says.
+        control: to the coordinator.
+        upstream: from the stage before, once it dialled.
+    """
+
+    spec: RunSpec
+    member: Membership
+    inbox: Inbox
+    transport: TcpTransport
+    control: Link
+    instance: str
+    upstream: Link | None = None
+    downstream: Link | None = None
+    _upstream_there: threading.Event = field(default_factory=threading.Event)
+
+    def wait_sync(self) -> tuple[Sync, dict[str, torch.Tensor]]:
+        """The coordinator's SYNC with its tensors."""
+        event = self._next((Sync,))
+        header: Sync = event.frame.header
+        assembler = StateAssembler()
+        done = header.num_tensors == 0
+        while not done:
+            piece = self._next((State,))
+            done = assembler.add(piece.frame.header, piece.frame.payload)
+        return header, assembler.tensors
+
+    def connect(self) -> None:
+        """Dials the next stage, where there is one, and waits for the stage before."""
+        stage = self.member.stage
+        if stage < len(self.spec.stages) - 1:
+            peer = Peer(stage + 1, self.spec.workers[stage].host, self.spec.workers[stage].port)
+            hello = Hello(
+                purpose="link",
+                run_id=self.member.run_id,
+                epoch=self.member.epoch,
+                stage=stage + 1,
+                instance=self.instance,
+                versions={},
+            )
+            self.downstream = open_link(
+                self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox
+            )
+        give_up_at = time.monotonic() + self.transport.connect_timeout_s
+        while not self._upstream_there.wait(0.2):
+            if failure := self.inbox.failure():
+                raise failure
+            if time.monotonic() > give_up_at:
+                raise PeerError(
+                    f"did not dial its link within {self.transport.connect_timeout_s:g} s", stage=stage - 1
+                )
+
+    def next_order(self) -> Received:
+        """The next STEP (from the stage before) or GATHER (from the coordinator).
+
+        Raises:
+            SessionOver: the coordinator said STOP or ABORT.
+        """
+        return self._next((Step, Gather))
+
+    def wait_apply(self) -> Apply:
+        """The coordinator's decision about the step."""
+        return self._next((Apply,)).frame.header  # type: ignore[no-any-return]
+
+    def send(self, type_: FrameType, header: Header, payload: tuple[memoryview, ...] = ()) -> None:
+        """Sends a frame to the coordinator."""
+        self.control.send(type_, header, payload)
+
+    def send_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Sends tensors to the coordinator as STATE frames."""
+        if not tensors:
+            nothing = TensorEntry("nothing", "uint8", [0])
+            self.control.send(FrameType.STATE, State(index=0, total=0, tensor=nothing, offset=0))
+        for header, payload in state_frames(tensors):
+            self.control.send(FrameType.STATE, header, payload)
+
+    def end_announced(self) -> str | None:
+        """The reason in the coordinator's STOP or ABORT, where it comes within a second; None otherwise."""
+        try:
+            event = self.inbox.get(is_end, timeout_s=END_GRACE_S, despite_failure=True)
+        except TimeoutError:
+            return None
+        return str(event.frame.header.reason)
+
+    def adopt(self, link: Link) -> None:
+        """The stage before has dialled."""
+        self.upstream = link
+        self._upstream_there.set()
+
+    def end(self, fault: Fault | None) -> None:
+        """Closes all connections, after telling everyone what went wrong, if something did."""
+        links = [link for link in (self.control, self.upstream, self.downstream) if link is not None]
+        for link in links:
+            if fault is not None:
+                with contextlib.suppress(HeteroError):
+                    link.send(FrameType.ERROR, fault)
+            link.close()
+        for link in links:
+            link.join(END_S)
+
+    def _next(self, kinds: tuple[type[Header], ...]) -> Any:
+        event = self.inbox.get(
+            lambda e: isinstance(e, Received) and isinstance(e.frame.header, (*kinds, Reason))
+        )
+        if isinstance(event.frame.header, Reason):
+            raise SessionOver(event.frame.header.reason)
+        return event
+
+
+Work = Callable[[WorkerSession], None]
+
+
+class WorkerServer:
+    """Listens, judges HELLOs on the I/O side, and runs one session at a time on the calling thread.
+
+    Args:
+        listener: bound and listening; this object owns it.
+        make_transport: the transport of a run, from its spec.
+        commands: functions for messages that coordinators send.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_transport: Callable[[RunSpec], TcpTransport],
+        commands: CommandTable | None = None,
+    ) -> None:
+        self._listener, self._make_transport = listener, make_transport
+        self._commands = commands or CommandTable()
+        self._instance = uuid.uuid4().hex
+        self._sessions = Inbox()
+        self._lock = threading.RLock()
+        self._current: WorkerSession | None = None
+        self._waiting: set[Link] = set()
+        self._default = TcpTransport()
+        self._stopping = False
+
+    def serve(self, work: Work, *, once: bool = False) -> bool:
+        """Runs session after session until interrupted; with `once` ends after the first.
+
+        Returns:
+            Whether the last session ended without a fault.
+        """
+        thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+        thread.start()
+        try:
+            while True:
+                ok = self._run(self._sessions.get(lambda e: isinstance(e, WorkerSession)), work)
+                if once:
+                    return ok
+        finally:
+            self._stopping = True
+            self._listener.close()
+            with self._lock:
+                leftover, session = [*self._waiting], self._current
+            for link in leftover:
+                link.close(flush=False)
+            if session is not None:
+                session.end(Fault(reason="this worker was ended"))
+
+    def _run(self, session: WorkerSession, work: Work) -> bool:
+        """One session; whatever happens in it, the worker listens again afterwards."""
+        member = session.member
+        log.info("run %s: this worker is stage %d of %d", member.run_id, member.stage, len(session.spec.stages))
+        fault = self._work(session, work)
+        session.end(fault)
+        with self._lock:
+            self._current = None
+        return fault is None
+
+    @staticmethod
+    def _work(session: WorkerSession, work: Work) -> Fault | None:
+        run_id = session.member.run_id
+        try:
+            work(session)
+        except SessionOver as over:
+            log.info("run %s ended: %s", run_id, over)
+        except PeerError as exc:
+            # A neighbour may close its link before the coordinator's word that the run is over arrives here.
+            if (over := session.end_announced()) is not None:
+                log.info("run %s ended: %s", run_id, over)
+                return None
+            log.error("run %s: %s", run_id, exc)
+            return Fault(reason=exc.reason[:2000], stage=exc.stage, host=exc.host, port=exc.port, step=exc.step)
+        except HeteroError as exc:
+            log.error("run %s: %s", run_id, exc)
+            return Fault(reason=str(exc)[:2000])
+        except Exception as exc:
+            log.exception("run %s: a defect of this program", run_id)
+            return Fault(reason=f"{type(exc).__name__}: {exc}"[:2000])
+        return None
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if len(self._waiting) >= MAX_WAITING or self._stopping:
+                    sock.close()
+                    continue
+                tune(sock)
+                transport = self._current.transport if self._current is not None else self._default
+                link = transport.link(
+                    sock, dialler=False, deliver=self._on_first_event, name=str(address[0]), silence_s=HELLO_S
+                )
+                self._waiting.add(link)
+            link.start()
+
+    def _on_first_event(self, event: Received | Closed) -> None:
+        """Everything that comes before a connection has a place in a session."""
+        with self._lock:
+            link = event.link
+            if isinstance(event, Closed):
+                if link in self._waiting:
+                    self._waiting.discard(link)
+                    log.warning("a connection from %s ended before HELLO: %s", link.name, event.error)
+                    return
+                self._on_session_event(event)
+                return
+            if link not in self._waiting:
+                self._on_session_event(event)
+                return
+            self._waiting.discard(link)
+            hello = event.frame.header
+            assert isinstance(hello, Hello)
+            try:
+                rejection = self._admit(link, hello, event.frame.payload)
+            except ConfigError as exc:
+                rejection = Reject(reason=str(exc)[:2000], permanent=True)
+            if rejection is not None:
+                log.warning("refused %s from %s: %s", hello.purpose, link.name, rejection.reason)
+                link.send(FrameType.REJECT, rejection)
+                link.close()
+
+    def _admit(self, link: Link, hello: Hello, payload: memoryview) -> Reject | None:
+        """Gives a connection its place; the reason if it gets none."""
+        current = self._current
+        taken = current is not None and current.upstream is not None
+        rejection = judge_hello(current.member if current else None, hello, link_taken=taken)
+        if rejection is not None:
+            return rejection
+        welcome = Welcome(instance=self._instance, versions=versions())
+        if hello.purpose == "link":
+            assert current is not None
+            link.connection.flow = flow_at_boundary(current.spec, hello.stage - 1)
+            link.set_silence(current.transport.io_timeout_s)
+            link.send(FrameType.WELCOME, welcome)
+            current.adopt(link)
+            return None
+        spec = RunSpec.from_json(bytes(payload))
+        if hello.stage >= len(spec.stages):
+            return Reject(reason=f"the plan has {len(spec.stages)} stages, got stage {hello.stage}", permanent=True)
+        if current is not None:  # the same run at a higher epoch: the old session is over
+            current.inbox.fail(PeerError(f"epoch {hello.epoch} began", stage=0))
+            return Reject(reason="ending the epoch before", permanent=False)
+        session = WorkerSession(
+            spec,
+            Membership(hello.run_id, hello.epoch, hello.stage),
+            Inbox(),
+            self._make_transport(spec),
+            link,
+            self._instance,
+        )
+        link.set_silence(session.transport.io_timeout_s)
+        link.send(FrameType.WELCOME, welcome)
+        self._current = session
+        self._sessions.put(session)
+        return None
+
+    def _on_session_event(self, event: Received | Closed) -> None:
+        session = self._current
+        if session is None or event.link not in (session.control, session.upstream):
+            return
+        is_control = event.link is session.control
+        who = Peer(0, "the coordinator", 0) if is_control else self._stage_before(session)
+        if isinstance(event, Closed):
+            if event.error is not None:
+                session.inbox.fail(named(event.error, who))
+        elif event.frame.type is FrameType.CONTROL:
+            try:
+                self._commands.dispatch(Message.of(event.frame.header))  # type: ignore[arg-type]
+            except HeteroError as exc:
+                session.inbox.fail(who.error(str(exc)))
+        else:
+            pass_on(event, session.inbox, who)
+
+    @staticmethod
+    def _stage_before(session: WorkerSession) -> Peer:
+        before = session.member.stage - 1
+        if before == 0:
+            return Peer(0, "the coordinator", 0)
+        return Peer(before, session.spec.workers[before - 1].host, session.spec.workers[before - 1].port)

@@ -1,0 +1,65 @@
+"""The closing summary of a run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hetero.coordinate import RunResult
+
+log = logging.getLogger(__name__)
+
+
+def log_summary(result: RunResult) -> None:
+    """Says what a run gave, where the time went, where the adapter is, and what to try next."""
+    for line in summary_lines(result):
+        log.info("%s", line)
+
+
+def summary_lines(result: RunResult) -> list[str]:
+    """The lines of the summary."""
+    records = result.records
+    lines = [""]
+    if records:
+        elapsed = sum(record["step_time_s"] for record in records)
+        tokens = sum(record["tokens"] for record in records)
+        part = max(1, len(records) // 10)
+        first, last = _mean_loss(records[:part]), _mean_loss(records[-part:])
+        lines.append(
+            f"{len(records)} steps in {elapsed:.1f} s, {tokens / elapsed:,.0f} label tokens/s; "
+            f"loss {first:.2f} -> {last:.2f} (means of the first and last {part} steps)"
+        )
+        lines += [_stage_line(result, index, elapsed) for index in range(len(result.spec.stages))]
+    else:
+        lines.append("0 steps: the adapter is the initial one")
+    lines.append(f"adapter: {result.adapter_dir}")
+    lines.append("next: " + _next(result))
+    return lines
+
+
+def _mean_loss(records: list[dict[str, Any]]) -> float:
+    return sum(float(record["loss"]) for record in records) / len(records)
+
+
+def _stage_line(result: RunResult, index: int, elapsed: float) -> str:
+    plan, (device, dtype) = result.spec.stages[index], result.stages[index]
+    mine = [record["stages"][index] for record in result.records]
+    busy, wait = sum(stage["busy_s"] for stage in mine), sum(stage["wait_s"] for stage in mine)
+    sent = sum(stage["bytes_sent"] for stage in mine) / len(mine) / 2**20
+    memory = max(stage["memory_bytes"] for stage in mine) / 2**20
+    return (
+        f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {dtype}; "
+        f"computing {busy / elapsed:.0%}, waiting {wait / elapsed:.0%}; sends {sent:.2f} MiB/step; "
+        f"peak memory {memory:,.0f} MiB"
+    )
+
+
+def _next(result: RunResult) -> str:
+    if result.spec.model.path == "tiny":
+        return "python -m hetero.models fetch smollm2_135m && python train.py model=smollm2_135m loop.steps=20"
+    points = [stage.start for stage in result.spec.stages[1:]]
+    if not points:
+        return "two stages: shard_plan=even"
+    moved = [[point + shift for point in points] for shift in (-1, 0, 1)]
+    options = ",".join(str(option).replace(" ", "") for option in moved)
+    return f"compare split points: python train.py -m ... shard_plan=split 'shard_plan.split_points={options}'"

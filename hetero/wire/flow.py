@@ -1,0 +1,113 @@
+"""What a link may carry next: the order of steps and micro-batches, and the exact tensors of each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from hetero.errors import RemoteProtocolError
+from hetero.wire.headers import DTYPE_BYTES, MAX_PAYLOAD_BYTES, FrameType, Step, TensorEntry, Tensors
+
+# Small tensors that ride with the hidden states: name -> dtype; each has the shape [B, T].
+RIDERS = {"labels": "int64", "position_ids": "int64", "attention_mask": "bool"}
+
+MAX_MICRO_BATCHES = MAX_PAYLOAD_BYTES[FrameType.STEP] // 8
+
+
+def pack_shapes(shapes: Sequence[tuple[int, int]]) -> bytes:
+    """Rows and length of each micro-batch as little-endian int32 [M, 2]."""
+    return struct.pack(f"<{2 * len(shapes)}i", *(number for shape in shapes for number in shape))
+
+
+class LinkFlow:
+    """Keeps count on one link and refuses what the plan does not imply.
+
+    Args:
+        hidden_size: H of hidden [B, T, H] and grad [B, T, H].
+        dtype: their dtype on this link.
+        max_rows: most rows of a micro-batch.
+        max_length: most tokens of a row.
+    """
+
+    def __init__(self, *, hidden_size: int, dtype: str, max_rows: int, max_length: int) -> None:
+        self._hidden_size, self._dtype = hidden_size, dtype
+        self._max_rows, self._max_length = max_rows, max_length
+        self._step: int | None = None
+        self._shapes: list[tuple[int, int]] = []
+        self._next_forward = self._next_backward = 0
+
+    def begin_step(self, header: Step, shapes_payload: bytes | memoryview) -> list[tuple[int, int]]:
+        """A STEP was sent or received; gives rows and length of each micro-batch.
+
+        Raises:
+            RemoteProtocolError: the last step is not over, or a micro-batch is larger than the plan allows.
+        """
+        if self._next_forward < len(self._shapes) or self._next_backward < len(self._shapes):
+            raise RemoteProtocolError(f"step {header.step} begins before step {self._step} is over")
+        if self._step is not None and header.step != self._step + 1:
+            raise RemoteProtocolError(f"step {self._step + 1} must follow, got step {header.step}")
+        if len(shapes_payload) == 0 or len(shapes_payload) % 8:
+            raise RemoteProtocolError(f"micro-batch shapes are pairs of int32, got {len(shapes_payload)} bytes")
+        numbers = struct.unpack(f"<{len(shapes_payload) // 4}i", shapes_payload)
+        shapes = list(zip(numbers[::2], numbers[1::2], strict=True))
+        for rows, length in shapes:
+            if not (1 <= rows <= self._max_rows and 1 <= length <= self._max_length):
+                raise RemoteProtocolError(
+                    f"a micro-batch has at most {self._max_rows} rows of {self._max_length} tokens, "
+                    f"got {rows} of {length}"
+                )
+        if header.label_tokens > sum(rows * length for rows, length in shapes):
+            raise RemoteProtocolError(f"step {header.step} has fewer tokens than its {header.label_tokens} labels")
+        self._step, self._shapes, self._next_forward, self._next_backward = header.step, shapes, 0, 0
+        return shapes
+
+    def sent(self, type_: FrameType) -> None:
+        """Takes note of a FORWARD or BACKWARD that this side sent."""
+        if type_ is FrameType.FORWARD:
+            self._next_forward += 1
+        else:
+            self._next_backward += 1
+
+    def admit(self, type_: FrameType, header: Tensors, payload_bytes: int) -> None:
+        """Lets an incoming FORWARD or BACKWARD pass if it is the next one and holds exactly the expected tensors.
+
+        Raises:
+            RemoteProtocolError: it does not.
+        """
+        expected = self._next_forward if type_ is FrameType.FORWARD else self._next_backward
+        if header.step != self._step or header.micro_batch != expected or expected >= len(self._shapes):
+            raise RemoteProtocolError(
+                f"{type_.name} of step {self._step} micro-batch {expected} of {len(self._shapes)} must follow, "
+                f"got step {header.step} micro-batch {header.micro_batch}"
+            )
+        if type_ is FrameType.BACKWARD and expected >= self._next_forward:
+            raise RemoteProtocolError(f"BACKWARD of micro-batch {expected} came before its FORWARD was sent")
+        rows, length = self._shapes[expected]
+        found = {entry.name: entry for entry in header.tensors}
+        if len(found) != len(header.tensors):
+            raise RemoteProtocolError("a tensor stands twice in a frame")
+        allowed = self._allowed(type_, rows, length)
+        required = {"hidden", "labels"} if type_ is FrameType.FORWARD else {"grad"}
+        if not required <= found.keys() or any(allowed.get(name) != entry for name, entry in found.items()):
+            raise RemoteProtocolError(
+                f"{type_.name} must hold {', '.join(map(_show, allowed.values()))}; "
+                f"got {', '.join(map(_show, header.tensors))}"
+            )
+        widths = [DTYPE_BYTES[entry.dtype] for entry in header.tensors]
+        if widths != sorted(widths, reverse=True):
+            raise RemoteProtocolError(f"{type_.name} must hold wide elements first, so that all are aligned")
+        if payload_bytes != sum(entry.nbytes() for entry in header.tensors):
+            raise RemoteProtocolError(f"{type_.name} carries {payload_bytes} bytes, its tensors have others")
+        self.sent(type_)
+
+    def _allowed(self, type_: FrameType, rows: int, length: int) -> dict[str, TensorEntry]:
+        large = "hidden" if type_ is FrameType.FORWARD else "grad"
+        allowed = {large: TensorEntry(large, self._dtype, [rows, length, self._hidden_size])}  # type: ignore[arg-type]
+        if type_ is FrameType.FORWARD:
+            for name, dtype in RIDERS.items():
+                allowed[name] = TensorEntry(name, dtype, [rows, length])  # type: ignore[arg-type]
+        return allowed
+
+
+def _show(entry: TensorEntry) -> str:
+    return f"{entry.name} {entry.dtype} {entry.shape}"

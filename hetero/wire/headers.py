@@ -1,0 +1,226 @@
+"""The frame types and the closed schema of each type's header."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+MAX_HEADER_BYTES = 16 * 1024
+MAX_TENSORS = 16
+STATE_CHUNK_BYTES = 1 << 20
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+DtypeName = Literal["float64", "int64", "float32", "int32", "bfloat16", "float16", "int8", "uint8", "bool"]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Size = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Shape = Annotated[list[Size], Meta(max_length=6)]
+Text = Annotated[str, Meta(max_length=2000)]
+Key = Annotated[str, Meta(max_length=512)]
+Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
+
+
+class FrameType(enum.IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    REJECT = 3
+    SYNC = 4
+    SYNCED = 5
+    STEP = 6
+    FORWARD = 7
+    BACKWARD = 8
+    READY = 9
+    APPLY = 10
+    GATHER = 11
+    STATE = 12
+    HEARTBEAT = 13
+    ABORT = 14
+    STOP = 15
+    ERROR = 16
+    CONTROL = 17
+
+
+class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor's place in a payload; tensors follow one another without gaps."""
+
+    name: Key
+    dtype: DtypeName
+    shape: Shape
+
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+Table = Annotated[list[TensorEntry], Meta(max_length=MAX_TENSORS)]
+
+
+class Header(Struct, frozen=True, forbid_unknown_fields=True):
+    """What every header is."""
+
+
+class Hello(Header, frozen=True, forbid_unknown_fields=True):
+    """First frame of whoever dialled; on a control its payload is the spec's JSON."""
+
+    purpose: Literal["control", "link"]
+    run_id: Identifier
+    epoch: Count
+    stage: Count
+    instance: Identifier
+    versions: Annotated[dict[Key, Key], Meta(max_length=16)]
+
+
+class Welcome(Header, frozen=True, forbid_unknown_fields=True):
+    """The listener takes part."""
+
+    instance: Identifier
+    versions: Annotated[dict[Key, Key], Meta(max_length=16)]
+
+
+class Reject(Header, frozen=True, forbid_unknown_fields=True):
+    """The listener does not take part; `permanent` where trying again cannot help."""
+
+    reason: Text
+    permanent: bool
+
+
+class Sync(Header, frozen=True, forbid_unknown_fields=True):
+    """Continue after `step` finished steps, with `num_tensors` tensors of state that follow as STATE frames."""
+
+    epoch: Count
+    step: Count
+    num_tensors: Count
+
+
+class Synced(Header, frozen=True, forbid_unknown_fields=True):
+    """The stage is built, linked to its neighbours, and holds the state."""
+
+    epoch: Count
+    device: Key
+    dtype: Key
+    trained: Count
+    memory_bytes: Count
+
+
+class Step(Header, frozen=True, forbid_unknown_fields=True):
+    """A step begins; the payload is int32 [M, 2]: rows and length of each micro-batch."""
+
+    step: Count
+    label_tokens: Count
+
+
+class Tensors(Header, frozen=True, forbid_unknown_fields=True):
+    """Hidden states of a micro-batch (FORWARD) or their gradient (BACKWARD)."""
+
+    step: Count
+    micro_batch: Count
+    tensors: Table
+
+
+class Ready(Header, frozen=True, forbid_unknown_fields=True):
+    """A stage's backward work of a step is done; the payload is float64 [n]: squared gradient norms."""
+
+    step: Count
+    finite: bool
+    loss: float | None
+    busy_s: float
+    wait_s: float
+    bytes_sent: Count
+    memory_bytes: Count
+
+
+class Apply(Header, frozen=True, forbid_unknown_fields=True):
+    """The one decision about a step, the same for all stages."""
+
+    step: Count
+    clip_factor: float
+
+
+class Gather(Header, frozen=True, forbid_unknown_fields=True):
+    """Send the adapter as it is after `step`."""
+
+    step: Count
+
+
+class State(Header, frozen=True, forbid_unknown_fields=True):
+    """A piece of a tensor of state: bytes from `offset` of tensor number `index` of `total`."""
+
+    index: Count
+    total: Count
+    tensor: TensorEntry
+    offset: Count
+
+
+class Heartbeat(Header, frozen=True, forbid_unknown_fields=True):
+    """A sign of life, independent of compute."""
+
+    sequence: Count
+
+
+class Reason(Header, frozen=True, forbid_unknown_fields=True):
+    """Why a session ends (ABORT, STOP), in one clause."""
+
+    reason: Text
+
+
+class Fault(Header, frozen=True, forbid_unknown_fields=True):
+    """What went wrong on the sender's side, or with a peer of its (then that peer's stage, host and port)."""
+
+    reason: Text
+    stage: Count | None = None
+    host: Key | None = None
+    port: Count | None = None
+    step: Count | None = None
+
+
+class Control(Header, frozen=True, forbid_unknown_fields=True):
+    """A message of the extension point."""
+
+    payload: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+HEADERS: dict[FrameType, type[Header]] = {
+    FrameType.HELLO: Hello,
+    FrameType.WELCOME: Welcome,
+    FrameType.REJECT: Reject,
+    FrameType.SYNC: Sync,
+    FrameType.SYNCED: Synced,
+    FrameType.STEP: Step,
+    FrameType.FORWARD: Tensors,
+    FrameType.BACKWARD: Tensors,
+    FrameType.READY: Ready,
+    FrameType.APPLY: Apply,
+    FrameType.GATHER: Gather,
+    FrameType.STATE: State,
+    FrameType.HEARTBEAT: Heartbeat,
+    FrameType.ABORT: Reason,
+    FrameType.STOP: Reason,
+    FrameType.ERROR: Fault,
+    FrameType.CONTROL: Control,
+}
+
+# Payload limits by type; tensor frames are limited by transport.max_frame_bytes and by what the plan implies.
+MAX_PAYLOAD_BYTES: dict[FrameType, int] = dict.fromkeys(FrameType, 0) | {
+    FrameType.HELLO: 64 * 1024,
+    FrameType.STEP: 512 * 1024,
+    FrameType.READY: 1 << 20,
+    FrameType.STATE: STATE_CHUNK_BYTES,
+}
+for _tensor_frame in (FrameType.FORWARD, FrameType.BACKWARD):
+    del MAX_PAYLOAD_BYTES[_tensor_frame]

@@ -1,0 +1,150 @@
+"""A worker's part of a run: build, link up, then do what the coordinator decides until it says stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hetero import registry, store
+from hetero.adapters import save_adapter
+from hetero.errors import PeerError
+from hetero.member import Member
+from hetero.runtime import step_plan_of
+from hetero.serve import WorkerServer, WorkerSession
+from hetero.spec import RunSpec, WorkerSpec
+from hetero.transport import tcp
+from hetero.transport.link import Received
+from hetero.transport.tcp import TcpTransport
+from hetero.wire.headers import FrameType, Gather, Synced
+from hetero.wire.tensors import NAMES, as_bytes
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 9999
+
+
+def serve(
+    worker: WorkerSpec,
+    *,
+    outputs: Path,
+    allow_targets: Sequence[str] = (),
+    announce: Callable[[str, int], None] | None = None,
+) -> bool:
+    """Listens and serves run after run until interrupted.
+
+    Args:
+        worker: what this machine's configuration says.
+        outputs: where the worker keeps its latest part of an adapter.
+        allow_targets: this machine's additions to the allow list.
+        announce: called with the bound host and port once it listens.
+
+    Raises:
+        ConfigError: it cannot listen where it should.
+    """
+    listener = tcp.listen(worker.host, DEFAULT_PORT if worker.port is None else worker.port)
+    host, port = listener.getsockname()[:2]
+
+    def make_transport(spec: RunSpec) -> TcpTransport:
+        return make_transport_of(spec, allow_targets)
+
+    def work(session: WorkerSession) -> None:
+        work_on(session, worker, outputs / f"worker-{port}", allow_targets)
+
+    server = WorkerServer(listener, make_transport)
+    if announce is not None:
+        announce(host, port)
+    return server.serve(work, once=worker.once)
+
+
+def make_transport_of(spec: RunSpec, allow_targets: Sequence[str]) -> TcpTransport:
+    """The transport object of a spec."""
+    t = spec.transport
+    build = registry.build("transport", t.target, allow_targets)
+    return build(  # type: ignore[no-any-return]
+        topology=t.topology,
+        connect_timeout_s=t.connect_timeout_s,
+        io_timeout_s=t.io_timeout_s,
+        wire_dtype=t.wire_dtype,
+        max_frame_bytes=t.max_frame_bytes,
+    )
+
+
+def locate_model(spec: RunSpec, models_dir: str | None) -> str | Path:
+    """Where this machine has the model of a run: names from a peer are looked up, never opened as paths.
+
+    Raises:
+        ConfigError: it is not here.
+    """
+    folder = Path(models_dir).expanduser() if models_dir else store.models_cache()
+    if spec.local_model:
+        return store.find_by_name(spec.model.path, folder)
+    return store.find_weights(spec.model.path, revision=spec.model.revision, local_paths=False)
+
+
+def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targets: Sequence[str]) -> None:
+    """One session from SYNC to its end.
+
+    Raises:
+        SessionOver: the coordinator ended it.
+        HeteroError: a fault.
+    """
+    spec, index = session.spec, session.member.stage
+    sync, tensors = session.wait_sync()
+    member = Member(
+        spec,
+        index,
+        model_path=locate_model(spec, worker.models_dir),
+        device_name=_device_of(spec, index, worker),
+        allow_targets=allow_targets,
+        inbox=session.inbox,
+    )
+    if tensors:
+        member.load_state(tensors)
+    session.connect()
+    member.connect(session.upstream, session.downstream)
+    stage = member.stage
+    log.info("layers [%d, %d) on %s", spec.stages[index].start, spec.stages[index].end, stage.device)
+    synced = Synced(
+        epoch=sync.epoch,
+        device=str(stage.device),
+        dtype=NAMES[stage.dtype],
+        trained=sum(p.numel() for p in stage.trained.values()),
+        memory_bytes=stage.device.memory_bytes(),
+    )
+    session.send(FrameType.SYNCED, synced)
+    while True:
+        order = session.next_order()
+        if isinstance(order.frame.header, Gather):
+            _give_state(session, member, folder)
+        else:
+            _do_step(session, member, order)
+
+
+def _device_of(spec: RunSpec, index: int, worker: WorkerSpec) -> str:
+    """The worker's own setting wins over the coordinator's list of machines."""
+    return worker.device if worker.device != "auto" else spec.workers[index - 1].device
+
+
+def _do_step(session: WorkerSession, member: Member, order: Received) -> None:
+    plan = step_plan_of(order)
+    try:
+        ready, norms, _ = member.run_step(plan)
+        session.send(FrameType.READY, ready, (as_bytes(norms),) if norms.numel() else ())
+        apply = session.wait_apply()
+    except PeerError as exc:
+        if exc.step is None:
+            raise PeerError(exc.reason, stage=exc.stage, host=exc.host, port=exc.port, step=plan.step) from exc
+        raise
+    member.apply(apply.step, apply.clip_factor)
+
+
+def _give_state(session: WorkerSession, member: Member, folder: Path) -> None:
+    """Sends the stage's trained tensors and keeps a copy on this machine."""
+    tensors: dict[str, torch.Tensor] = member.stage.state()
+    session.send_state(tensors)
+    if tensors and member.stage.adapter is not None:
+        save_adapter(folder / "adapter-stage", member.stage.adapter, tensors)
+

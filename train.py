@@ -1,0 +1,35 @@
+"""Trains: `python train.py [group=choice] [key=value] ...`; this machine's part in it follows from the hardware."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hetero.config import SHAPES_DIR, run_script
+
+
+def train(raw: dict[str, Any], run_dir: Path) -> None:
+    """One run: checks everything first, then coordinates it, or serves as one of its workers."""
+    from hetero.resolve import resolve
+    from hetero.roles import worker_here
+
+    resolved = resolve(raw, shapes_dir=SHAPES_DIR)
+    worker = worker_here(resolved.config)
+    outputs = Path(resolved.config.outputs)
+    if worker is not None:
+        from hetero.work import serve
+
+        serve(worker, outputs=outputs, allow_targets=resolved.config.allow_targets)
+        return
+    from hetero.coordinate import coordinate
+    from hetero.summary import log_summary
+
+    log_summary(coordinate(resolved, run_dir, outputs))
+
+
+def main() -> int:
+    """The command line."""
+    return run_script(train, "config")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
