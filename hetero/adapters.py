@@ -113,7 +113,10 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
             f"adapter.target_modules must match modules of the model ({', '.join(family.linear_modules)}), "
             f"got {spec.target_modules!r}: {str(exc).splitlines()[0]}"
         ) from None
-    shapes = {key: list(tensor.shape) for key, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()}
+    shapes = {
+        key: list(tensor.shape)
+        for key, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()
+    }
     if isinstance(asked, list | set):
         _refuse_unmatched(list(asked), shapes)
     if missing := [m for m in config.modules_to_save or [] if not any(f".{m}." in f".{key}" for key in shapes)]:
@@ -267,7 +270,7 @@ def read_adapter(folder: str | Path, adapter: ResolvedAdapter) -> dict[str, torc
             )
     if extra := sorted(set(tensors) - set(adapter.shapes)):
         raise ConfigError(f"adapter.init_from must hold nothing that this adapter does not train, got {extra[0]}")
-    return tensors
+    return dict(tensors)
 
 
 def _check_same_scaling(theirs: dict[str, Any], config: Any) -> None:

@@ -49,7 +49,9 @@ class StepProgress:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def step(self, record: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The run's state machine for coordinator and worker, sans-IO: frames and disconnects in, actions out.
 
-    coordinator   JOIN --all WELCOME--> SYNC --all SYNCED--> RUN(step) --all READY, APPLY--> RUN(step + 1) ...
-                  RUN --GATHER--> GATHER --all state in--> RUN | STOP
-    worker        LISTEN --HELLO--> JOINED --SYNC--> RUN ... --STOP, ABORT, a fault--> LISTEN
+coordinator   JOIN --all WELCOME--> SYNC --all SYNCED--> RUN(step) --all READY, APPLY--> RUN(step + 1) ...
+              RUN --GATHER--> GATHER --all state in--> RUN | STOP
+worker        LISTEN --HELLO--> JOINED --SYNC--> RUN ... --STOP, ABORT, a fault--> LISTEN
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class CoordinatorControl:
     def apply(self, clip_factor: float) -> list[Action]:
         """The decision about the step that all are ready with."""
         self._expect(Phase.RUN)
-        assert self.step is not None and len(self._ready) == len(self.peers)
+        assert self.step is not None
+        assert len(self._ready) == len(self.peers)
         self._ready, self._norms = {}, {}
         return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor)) for s in self.peers]
 

@@ -21,8 +21,8 @@ from hetero.console import StepProgress
 from hetero.errors import ConfigError
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
-from hetero.loop import Training
 from hetero.loggers import RunLogger
+from hetero.loop import Training
 from hetero.member import Member
 from hetero.resolve import ResolvedRun
 from hetero.session import CoordinatorSession
@@ -141,7 +141,9 @@ def _prepare(resolved: ResolvedRun) -> _Prepared:
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
-    initial = adapters.read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
+    initial = (
+        adapters.read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
+    )
     pad_id = getattr(tokenizer, "pad_token_id", None)
     return _Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
 
@@ -203,9 +205,7 @@ def _total_steps(resolved: ResolvedRun, num_examples: int) -> int:
     return loop.epochs * data.steps_per_epoch(num_examples, loop.batch_size)
 
 
-def _launch(
-    resolved: ResolvedRun, run_dir: Path, outputs: Path, stack: contextlib.ExitStack
-) -> LocalWorkers | None:
+def _launch(resolved: ResolvedRun, run_dir: Path, outputs: Path, stack: contextlib.ExitStack) -> LocalWorkers | None:
     """Starts local workers where the hardware says so; shares this machine's cores among all processes."""
     if resolved.config.hardware.launch != "local" or not resolved.workers:
         return None

@@ -136,7 +136,7 @@ class CudaDevice(Device):
     def generator(self) -> torch.Generator:
         """The card's default generator."""
         index = self.torch_device.index
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
 

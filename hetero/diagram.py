@@ -44,8 +44,8 @@ def mermaid(resolved: ResolvedRun) -> str:
     for index, label in enumerate(_labels(resolved)):
         text = "<br/>".join(_mermaid_text(line) for line in label)
         lines.append(f'    s{index}["{text}"]')
-    for index, label in enumerate(_link_labels(resolved)):
-        lines.append(f'    s{index} -->|"{_mermaid_text(label)}"| s{index + 1}')
+    for index, text in enumerate(_link_labels(resolved)):
+        lines.append(f'    s{index} -->|"{_mermaid_text(text)}"| s{index + 1}')
     return "\n".join(lines) + "\n"
 
 
@@ -54,8 +54,8 @@ def dot(resolved: ResolvedRun) -> str:
     lines = ["digraph pipeline {", "    rankdir=LR;", "    node [shape=box];"]
     for index, label in enumerate(_labels(resolved)):
         lines.append(f"    s{index} [label={_dot_text(label)}];")
-    for index, label in enumerate(_link_labels(resolved)):
-        lines.append(f"    s{index} -> s{index + 1} [label={_dot_text([label])}, dir=both];")
+    for index, text in enumerate(_link_labels(resolved)):
+        lines.append(f"    s{index} -> s{index + 1} [label={_dot_text([text])}, dir=both];")
     return "\n".join([*lines, "}"]) + "\n"
 
 

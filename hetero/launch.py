@@ -115,7 +115,9 @@ class LocalWorkers:
             found.append(msgspec.structs.replace(entry, host=answer["host"], port=answer["port"]))
         return found
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._processes:
             for stream in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
@@ -148,7 +150,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def announce(host: str, port: int) -> None:
-        print(json.dumps({"host": host, "port": port}), flush=True)  # noqa: T201
+        print(json.dumps({"host": host, "port": port}), flush=True)
 
     from hetero.work import serve
 

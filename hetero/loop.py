@@ -99,9 +99,7 @@ def batches_of(training: Training, step: int) -> Iterator[MicroBatch]:
         len(training.examples), loop.batch_size, step, seed=training.spec.seed, shuffle=data.shuffle
     )
     examples = [training.examples[index] for index in indices]
-    yield from micro_batches(
-        examples, loop.microbatch_size, padding_side=data.padding_side, pad_id=training.pad_id
-    )
+    yield from micro_batches(examples, loop.microbatch_size, padding_side=data.padding_side, pad_id=training.pad_id)
 
 
 def _other_norms(others: StepReady | None) -> list[float]:

@@ -108,9 +108,7 @@ class Member:
 
     def apply(self, step: int, clip_factor: float) -> float:
         """Takes the optimizer's step; gives the learning rate that it had."""
-        rate = learning_rate(
-            step, self.spec.total_steps, float(self.spec.optimizer.args["lr"]), self.spec.lr_schedule
-        )
+        rate = learning_rate(step, self.spec.total_steps, float(self.spec.optimizer.args["lr"]), self.spec.lr_schedule)
         if self._optimizer is not None:
             self.stage.scale_gradients(clip_factor)
             for group in self._optimizer.param_groups:

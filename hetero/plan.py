@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from hetero.errors import ConfigError
@@ -56,9 +58,7 @@ def _split_points(plan: ShardPlanSpec, hardware: HardwareSpec, num_layers: int) 
         )
     if plan.split_points is not None:
         points = plan.split_points
-        if any(not 0 < p < num_layers for p in points) or any(
-            a >= b for a, b in zip(points, points[1:], strict=False)
-        ):
+        if any(not 0 < p < num_layers for p in points) or any(a >= b for a, b in itertools.pairwise(points)):
             raise ConfigError(
                 f"shard_plan.split_points must rise between 1 and {num_layers - 1} "
                 f"(the model has {num_layers} layers), got {points}"

@@ -31,6 +31,10 @@ from hetero.spec import (
 
 DEFAULT_MAX_LENGTH = 1024
 
+# What `optimizer.lr: auto` means: usual for LoRA on a pretrained base, and what the random tiny model learns well with.
+ADAPTER_LR = 2e-4
+RANDOM_MODEL_LR = 3e-3
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -87,7 +91,7 @@ class ResolvedRun:
             transport=c.transport,
             schedule=c.schedule,
             stage=_object("stage", c.stage),
-            optimizer=_object("optimizer", c.optimizer),
+            optimizer=_optimizer(c),
             lr_schedule=c.lr_schedule,
             loop=c.loop,
         )
@@ -138,6 +142,15 @@ def _object(group: str, raw: dict[str, Any]) -> ObjectSpec:
     return ObjectSpec(target=raw["_target_"], args=args)
 
 
+def _optimizer(config: Config) -> ObjectSpec:
+    """The optimizer with a number for `lr: auto`."""
+    found = _object("optimizer", config.optimizer)
+    if found.args.get("lr") != "auto":
+        return found
+    rate = RANDOM_MODEL_LR if config.model.path == store.TINY else ADAPTER_LR
+    return ObjectSpec(found.target, found.args | {"lr": rate})
+
+
 def _check_objects(config: Config) -> None:
     extra = config.allow_targets
     registry.check("transport", config.transport.target, extra)
@@ -145,7 +158,7 @@ def _check_objects(config: Config) -> None:
     registry.check("stage", _object("stage", config.stage).target, extra)
     for name, logger in (config.logger or {}).items():
         registry.check("logger", _object(f"logger.{name}", logger).target, extra)
-    optimizer = _object("optimizer", config.optimizer)
+    optimizer = _optimizer(config)
     registry.check("optimizer", optimizer.target, extra)
     convert(optimizer.args, OPTIMIZER_ARGS.get(optimizer.target, AnyOptimizerArgs), root="optimizer")
 

@@ -59,7 +59,9 @@ def own_names() -> set[str]:
     host = socket.gethostname().lower()
     names = {"localhost", host, host.partition(".")[0], f"{host.partition('.')[0]}.local", socket.getfqdn().lower()}
     for addresses in psutil.net_if_addrs().values():
-        names |= {a.address.partition("%")[0].lower() for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)}
+        names |= {
+            a.address.partition("%")[0].lower() for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)
+        }
     return names
 
 

@@ -167,7 +167,8 @@ class _OneStep:
         )
 
     def _take(self, event: object) -> None:
-        assert isinstance(event, Received) and isinstance(event.frame.header, Tensors)
+        assert isinstance(event, Received)
+        assert isinstance(event.frame.header, Tensors)
         tensors = unpack(event.frame.header.tensors, event.frame.payload)
         if event.frame.type is FrameType.FORWARD:
             self._forwards.append(tensors)

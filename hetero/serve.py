@@ -48,7 +48,7 @@ END_GRACE_S = 1.0
 MAX_WAITING = 32  # connections that have not said HELLO yet
 
 
-class SessionOver(Exception):  # noqa: N818
+class SessionOver(Exception):
     """The coordinator ended the session; not a fault."""
 
 
@@ -99,17 +99,13 @@ class WorkerSession:
                 instance=self.instance,
                 versions={},
             )
-            self.downstream = open_link(
-                self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox
-            )
+            self.downstream = open_link(self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox)
         give_up_at = time.monotonic() + self.transport.connect_timeout_s
         while not self._upstream_there.wait(0.2):
             if failure := self.inbox.failure():
                 raise failure
             if time.monotonic() > give_up_at:
-                raise PeerError(
-                    f"did not dial its link within {self.transport.connect_timeout_s:g} s", stage=stage - 1
-                )
+                raise PeerError(f"did not dial its link within {self.transport.connect_timeout_s:g} s", stage=stage - 1)
 
     def next_order(self) -> Received:
         """The next STEP (from the stage before) or GATHER (from the coordinator).
@@ -117,7 +113,7 @@ class WorkerSession:
         Raises:
             SessionOver: the coordinator said STOP or ABORT.
         """
-        return self._next((Step, Gather))
+        return self._next((Step, Gather))  # type: ignore[no-any-return]
 
     def wait_apply(self) -> Apply:
         """The coordinator's decision about the step."""
@@ -160,9 +156,7 @@ class WorkerSession:
             link.join(END_S)
 
     def _next(self, kinds: tuple[type[Header], ...]) -> Any:
-        event = self.inbox.get(
-            lambda e: isinstance(e, Received) and isinstance(e.frame.header, (*kinds, Reason))
-        )
+        event = self.inbox.get(lambda e: isinstance(e, Received) and isinstance(e.frame.header, (*kinds, Reason)))
         if isinstance(event.frame.header, Reason):
             raise SessionOver(event.frame.header.reason)
         return event
@@ -238,8 +232,8 @@ class WorkerServer:
             log.info("run %s ended: %s", run_id, over)
         except PeerError as exc:
             # A neighbour may close its link before the coordinator's word that the run is over arrives here.
-            if (over := session.end_announced()) is not None:
-                log.info("run %s ended: %s", run_id, over)
+            if (reason := session.end_announced()) is not None:
+                log.info("run %s ended: %s", run_id, reason)
                 return None
             log.error("run %s: %s", run_id, exc)
             return Fault(reason=exc.reason[:2000], stage=exc.stage, host=exc.host, port=exc.port, step=exc.step)

@@ -334,9 +334,7 @@ class CoordinatorSession:
                 self.inbox.fail(action.error)
 
 
-def open_link(
-    transport: TcpTransport, peer: Peer, hello: Hello, flow: LinkFlow, inbox: Inbox
-) -> Link:
+def open_link(transport: TcpTransport, peer: Peer, hello: Hello, flow: LinkFlow, inbox: Inbox) -> Link:
     """Dials the link to the next stage and waits for its WELCOME.
 
     Its frames go to the inbox; its end, unless this side closed it, is the inbox's failure.
@@ -361,7 +359,9 @@ def open_link(
             pass_on(event, inbox, peer)
 
     sock = transport.dial(peer.host, peer.port, stage=peer.stage)
-    link = transport.link(sock, dialler=True, deliver=deliver, name=f"stage {peer.stage}", silence_s=transport.io_timeout_s)
+    link = transport.link(
+        sock, dialler=True, deliver=deliver, name=f"stage {peer.stage}", silence_s=transport.io_timeout_s
+    )
     link.connection.flow = flow
     link.send(FrameType.HELLO, hello)
     link.start()

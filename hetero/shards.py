@@ -63,7 +63,9 @@ def own_files(
     }
     for file in sorted(set(own.values())):
         if not (folder / file).is_file():
-            raise ConfigError(f"model.path must hold {file}, which layers [{start}, {end}) need, found none in {folder}")
+            raise ConfigError(
+                f"model.path must hold {file}, which layers [{start}, {end}) need, found none in {folder}"
+            )
     with tempfile.TemporaryDirectory(prefix="hetero-stage-") as name:
         view = Path(name)
         (view / INDEX).write_text(json.dumps(index | {"weight_map": own}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The run's configuration as typed data: `Config` as composed, `RunSpec` as resolved; plain JSON on the wire, with a digest.
+"""The run's configuration as typed data: `Config` as composed, `RunSpec` as resolved, JSON on the wire, with a digest.
 
 Both are frozen. `Config` is what the files and the command line say, group by group; `RunSpec` is what every
 machine of the run agrees on: the shard plan is explicit in it, and nothing in it is a path of the coordinator's.

@@ -147,4 +147,3 @@ def _give_state(session: WorkerSession, member: Member, folder: Path) -> None:
     session.send_state(tensors)
     if tensors and member.stage.adapter is not None:
         save_adapter(folder / "adapter-stage", member.stage.adapter, tensors)
-

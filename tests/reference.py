@@ -83,7 +83,10 @@ def whole_model(
 def trained(model: Any) -> dict[str, nn.Parameter]:
     """PEFT's key -> parameter, for all that trains."""
     by_storage = {p.data_ptr(): p for p in model.parameters() if p.requires_grad}
-    named = {key: by_storage[t.data_ptr()] for key, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()}
+    named = {
+        key: by_storage[t.data_ptr()]
+        for key, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
     assert len(named) == len(by_storage)
     return named
 

@@ -33,7 +33,9 @@ BATCHES = ((1, "right"), (2, "right"), (2, "left"), (4, "right"), (4, "left"))
 LORA = {"r": 4, "lora_alpha": 8}
 
 
-def cut(steps: Sequence[Sequence[Example]], microbatch_size: int, padding_side: Any = "right") -> list[list[MicroBatch]]:
+def cut(
+    steps: Sequence[Sequence[Example]], microbatch_size: int, padding_side: Any = "right"
+) -> list[list[MicroBatch]]:
     return [data.micro_batches(rows, microbatch_size, padding_side=padding_side, pad_id=0) for rows in steps]
 
 
@@ -112,9 +114,7 @@ def test_dropout_and_recomputation_do_not_depend_on_the_split(tiny: Tiny, rows: 
         ((1, 2, 3, 4, 5), "layer", "1f1b"),
     ):
         adapter = AdapterSpec(r=4, alpha=8, dropout=0.2, target_modules=targets_of(name))
-        spec = make_spec(
-            tiny(name), cuts, adapter=adapter, recompute=recompute, schedule=schedule, microbatch_size=2
-        )
+        spec = make_spec(tiny(name), cuts, adapter=adapter, recompute=recompute, schedule=schedule, microbatch_size=2)
         stages = build_stages(spec, tiny(name))
         initial = lively({key: value for stage in stages for key, value in stage.state().items()})
         outcomes.append(run_stages(spec, stages, cut(steps, 2), initial=initial))
@@ -238,7 +238,10 @@ def test_a_stage_without_a_target_is_a_frozen_relay(tiny: Tiny, rows: list[Examp
 def test_rows_weigh_by_their_label_tokens(tiny: Tiny) -> None:
     """N01: a row with 1 label and one with 60, as two micro-batches or as one."""
     rows = make_rows((1, 59))
-    rows = [Example(row.row, row.input_ids[: 2 if row.row == 0 else 61], row.input_ids[: 2 if row.row == 0 else 61]) for row in rows]
+    rows = [
+        Example(row.row, row.input_ids[: 2 if row.row == 0 else 61], row.input_ids[: 2 if row.row == 0 else 61])
+        for row in rows
+    ]
     reference = run_reference(tiny("llama"), [rows], lora=LORA | {"target_modules": ["q_proj", "v_proj"]}, lr=0.0)
     alone = [
         run_reference(tiny("llama"), [[row]], lora=LORA | {"target_modules": ["q_proj", "v_proj"]}).losses[0]

@@ -63,9 +63,7 @@ class TcpTransport:
         deadline = time.monotonic() + self.connect_timeout_s if give_up_at is None else give_up_at
         while True:
             try:
-                sock = socket.create_connection(
-                    (bare_host(host), port), timeout=max(0.05, deadline - time.monotonic())
-                )
+                sock = socket.create_connection((bare_host(host), port), timeout=max(0.05, deadline - time.monotonic()))
                 break
             except (socket.gaierror, UnicodeError) as exc:
                 raise PeerError(f"the name {host!r} cannot be resolved", stage=stage, host=host, port=port) from exc
