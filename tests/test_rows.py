@@ -252,5 +252,7 @@ def test_hub_says_what_is_wrong_in_one_line(tmp_path, hub):
     assert "must end in one of" in refusal(write(tmp_path, "a", name="rows.txt"), source="hub")
     broken = write(tmp_path, b"PAR1 not a table", name="rows.parquet")
     assert "data.path" in refusal(broken, source="hub")
+    path = write(tmp_path, "{broken", name="broken.jsonl")
+    assert f"data.path {path!r}" in refusal(path, source="hub")
     (tmp_path / "nothing").mkdir()
     assert "data.path" in refusal(str(tmp_path / "nothing"), source="hub")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetero import store
@@ -199,11 +199,13 @@ def test_tiny_tokens_are_bytes(tokenizer: Any) -> None:
 
 
 @settings(deadline=None, max_examples=300)
+@example("<pad>")
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back_from_its_tokens(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
-    assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
+    if not any(special in text for special in ("<pad>", "<bos>", "<eos>", "<spare>")):
+        assert ids == list(text.encode())
 
 
 # --- where a configuration is found
@@ -431,11 +433,15 @@ def test_pickles_of_the_hub_are_refused(hub: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    drafts = []
+
     def fill(folder: Path) -> None:
         (folder / "a").touch()
         assert not (tmp_path / "x" / "m").exists()
+        drafts.append(folder.stat().st_ino)
 
     assert write_folder(tmp_path / "x" / "m", fill) == tmp_path / "x" / "m"
+    assert drafts == [(tmp_path / "x" / "m").stat().st_ino]  # renamed: no moment shows a part of it
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["m"]
     for error in (ValueError("no"), KeyboardInterrupt(), OSError(errno.EIO, "no")):
 

@@ -110,4 +110,4 @@ class LinkFlow:
 
 
 def _show(entry: TensorEntry) -> str:
-    return f"{entry.name} {entry.dtype} {entry.shape}"
+    return f"{entry.name[:60]!r} {entry.dtype} {entry.shape}"  # the name may be the peer's word

@@ -154,7 +154,7 @@ def decode_header(type_: FrameType, raw: bytes) -> Header:
             json.dumps(plain, ensure_ascii=False).encode()
         return msgspec.convert(plain, HEADERS[type_], strict=True)
     except (ValueError, RecursionError) as exc:  # msgspec.ValidationError and UnicodeError are ValueErrors
-        raise RemoteProtocolError(f"the header of a {type_.name} frame is wrong: {exc}") from None
+        raise RemoteProtocolError(f"the header of a {type_.name} frame is wrong: {_one_line(str(exc))}") from None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -173,3 +173,8 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is out of range")
     return value
+
+
+def _one_line(text: str) -> str:
+    """Text that may hold the peer's words, fit for a terminal: no control characters, and not endless."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:300])
