@@ -105,7 +105,6 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     num_layers = whole.config.num_hidden_layers
     if out := [index for index in spec.layers_to_transform or [] if index >= num_layers]:
         raise ConfigError(f"adapter.layers_to_transform must be below {num_layers} layers, got {out[0]}")
-    _refuse_trained_tied_embeddings(whole, spec, family)
     try:
         peft_model = get_peft_model(whole, copy.deepcopy(config), low_cpu_mem_usage=True)
     except ValueError as exc:
@@ -117,6 +116,8 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
         key: list(tensor.shape)
         for key, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()
     }
+    if whole.config.tie_word_embeddings:
+        _refuse_trained_embedding(shapes, family)
     if isinstance(asked, list | set):
         _refuse_unmatched(list(asked), shapes)
     if missing := [m for m in config.modules_to_save or [] if not any(f".{m}." in f".{key}" for key in shapes)]:
@@ -137,11 +138,9 @@ def _refuse_unmatched(asked: list[str], shapes: dict[str, list[int]]) -> None:
         )
 
 
-def _refuse_trained_tied_embeddings(whole: Any, spec: AdapterSpec, family: Family) -> None:
-    saved = spec.modules_to_save if isinstance(spec.modules_to_save, list) else []
-    targets = spec.target_modules if isinstance(spec.target_modules, list) else []
-    trains = [name for name in [*saved, *targets] if name.rpartition(".")[2] == family.embedding]
-    if whole.config.tie_word_embeddings and trains:
+def _refuse_trained_embedding(shapes: dict[str, list[int]], family: Family) -> None:
+    """Judged by what would train, since a target may also be a regular expression."""
+    if any(f".{family.embedding}." in key for key in shapes):
         raise ConfigError(
             f"adapter.modules_to_save and adapter.target_modules must leave {family.embedding} out for a model with "
             "tie_word_embeddings: first and last stage would train separate copies of one matrix"
@@ -257,6 +256,8 @@ def read_adapter(folder: str | Path, adapter: ResolvedAdapter) -> dict[str, torc
     try:
         theirs = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS_FILE)
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{CONFIG_FILE} must hold a JSON object")
     except Exception as exc:  # safetensors raises its own SafetensorError without a common base
         raise ConfigError(f"adapter.init_from cannot be read: {folder}: {exc}") from None
     _check_same_scaling(theirs, adapter.config)

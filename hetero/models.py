@@ -88,12 +88,13 @@ def load_stage(
                 attn_implementation=attn_implementation,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 **options,
             )
     except (OSError, ValueError, SafetensorError) as exc:
         first_line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {first_line}") from exc
-    lacking = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    lacking = sorted({*info["missing_keys"], *(key for key, *_shapes in info["mismatched_keys"])})
     if lacking:
         raise ConfigError(
             f"model.path {str(path)!r} must hold all weights of layers [{start}, {end}), "

@@ -20,7 +20,7 @@ _OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SG
 
 @dataclass
 class Reference:
-    """What a run gave: loss, norm (before clipping) and gradients of each step, and the final adapter by PEFT's keys."""
+    """What a run gave: loss, norm (before clipping) and gradients of each step, the final adapter by PEFT's keys."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

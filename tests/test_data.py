@@ -239,7 +239,8 @@ def test_padded_loss_is_the_sum_of_the_rows_alone(build, attention):
                 total, labels = torch.tensor(0.0), 0
                 for batch in micro_batches(examples, size, padding_side=side, pad_id=pad_id):
                     extra = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-                    logits = model(batch.input_ids, **extra, use_cache=False).logits  # [B, T, V]
+                    # Without a cache transformers would read positions that restart as packed rows and need no mask.
+                    logits = model(batch.input_ids, **extra, use_cache=True).logits  # [B, T, V]
                     total += torch.nn.functional.cross_entropy(
                         logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum", ignore_index=-100
                     ).detach()

@@ -12,7 +12,7 @@ from hetero import fetch as fetch_module
 from hetero.errors import ConfigError
 from hetero.facts import num_parameters, read_facts
 from hetero.fetch import fetch, main
-from hetero.store import fetched_folder, find_config, find_weights
+from hetero.store import FETCHABLE, fetched_folder, find_config, find_weights
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHAPES = Path(__file__).parents[1] / "conf" / "shapes"
@@ -60,6 +60,10 @@ def test_copy_is_found_under_the_hub_id(
     caplog.set_level("INFO")
     assert fetch("model", cache=tmp_path) == folder
     assert "org/model is already in" in caplog.text
+
+
+def test_store_names_the_command_for_every_model_that_can_be_fetched() -> None:
+    assert {source.hub_id: name for name, source in fetch_module._SOURCES.items()} == FETCHABLE
 
 
 def test_unknown_name_is_refused_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,23 @@ def test_unknown_command_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, False, 0, -1, 2**63 - 1, -(2**63), 1.5, -0.0, "", "ü 🙂\n\x00", [], {}, [1, ["a", {"b": None}]], nested(6)],
+    [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2**63 - 1,
+        -(2**63),
+        1.5,
+        -0.0,
+        "",
+        "ü 🙂\n\x00",
+        [],
+        {},
+        [1, ["a", {"b": None}]],
+        nested(6),
+    ],
 )
 def test_bounded_json_arrives_as_it_was(value: Any) -> None:
     sent = Message(MessageType.CONTROL, {"command": "x", "value": value}, {"value": value})

@@ -1,0 +1,448 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from conftest import LAYERS, MODEL_NAMES, Tiny, make_rows
+from peft import LoraConfig, get_peft_model
+from pipeline import build_stages, lively, make_spec, pipeline_logits, run_stages, same_bits
+from reference import run_reference, trained, whole_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hetero import adapters, data
+from hetero.adapters import CONFIG_FILE, WEIGHTS_FILE, ResolvedAdapter, load_tensors, read_adapter, save_adapter
+from hetero.errors import ConfigError
+from hetero.families import FAMILIES
+from hetero.models import meta_model
+from hetero.spec import AdapterSpec
+from hetero.stage import Stage
+
+QV = AdapterSpec(r=4, alpha=8, target_modules=["q_proj", "v_proj"])
+SPLITS = ((), (3,), (1, 4), (1, 2, 3, 4, 5))
+
+
+def resolved(path: Path, spec: AdapterSpec) -> ResolvedAdapter:
+    return adapters.resolve(meta_model(path), spec, path.name)
+
+
+def gathered(stages: list[Stage]) -> dict[str, torch.Tensor]:
+    return {key: value for stage in stages for key, value in stage.state().items()}
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- a standard PEFT folder of the whole model
+
+
+ROUND_TRIPS: dict[str, tuple[str, AdapterSpec]] = {
+    "plain": ("llama", QV),
+    "tied": ("qwen2", AdapterSpec(r=4, alpha=8, target_modules="auto")),
+    "gpt2": ("gpt2", AdapterSpec(r=4, alpha=8, target_modules="auto")),
+    "all_linear": ("llama", AdapterSpec(r=4, alpha=8, target_modules="all-linear")),
+    "dora": ("llama", AdapterSpec(r=4, alpha=8, use_dora=True)),
+    "rslora": ("llama", AdapterSpec(r=4, alpha=8, use_rslora=True)),
+    "patterns": (
+        "llama",
+        msgspec.structs.replace(QV, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3.0}),
+    ),
+    "layers": ("llama", msgspec.structs.replace(QV, layers_to_transform=[0, 4])),
+    "head_saved": ("llama", msgspec.structs.replace(QV, modules_to_save=["lm_head"])),
+    "tied_head_saved": ("llama_tied", msgspec.structs.replace(QV, modules_to_save=["lm_head"])),
+    "both_ends": ("llama", AdapterSpec(r=4, alpha=8, target_modules=["embed_tokens", "lm_head", "q_proj"])),
+    "regex": ("llama", AdapterSpec(r=4, alpha=8, target_modules=r".*layers\.[13]\..*_proj")),
+}
+
+# Runs in a process of its own, as a user would load the adapter; every warning about the adapter is an error.
+_LOAD = """
+import json, sys, warnings
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+cases, logits, faults = json.load(open(sys.argv[1])), {}, {}
+for name, case in cases.items():
+    base = AutoModelForCausalLM.from_pretrained(case["base"], dtype=torch.float32)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about names that peft still uses
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # true, and meant
+            model = PeftModel.from_pretrained(base, case["adapter"]).eval()
+            logits[name] = model(input_ids=torch.tensor(case["input_ids"])).logits
+        logits[name + ".merged"] = model.merge_and_unload()(input_ids=torch.tensor(case["input_ids"])).logits.detach()
+    except Exception as exc:
+        faults[name] = repr(exc)
+save_file(logits, sys.argv[2])
+json.dump(faults, open(sys.argv[3], "w"))
+"""
+
+
+@dataclass
+class RoundTrips:
+    """For each case the pipeline's logits, those of PEFT in another process, what went wrong there, and the folder."""
+
+    ours: dict[str, torch.Tensor]
+    theirs: dict[str, torch.Tensor]
+    faults: dict[str, str]
+    folders: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def round_trips(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RoundTrips:
+    """3 stages, 3 steps at a large learning rate, saved; loaded by PEFT in a fresh process."""
+    root = tmp_path_factory.mktemp("round_trips")
+    rows = make_rows((5, 9, 12, 7, 4, 8))
+    ids = torch.tensor([list(range(3, 15)), list(range(40, 52))])
+    found = RoundTrips({}, {}, {}, {})
+    cases = {}
+    for name, (model_name, spec) in ROUND_TRIPS.items():
+        run = make_spec(tiny(model_name), (1, 4), adapter=spec, microbatch_size=2, lr=0.03)
+        stages = build_stages(run, tiny(model_name))
+        steps = [data.micro_batches(rows[i : i + 2], 2, padding_side="right", pad_id=0) for i in (0, 2, 4)]
+        before = pipeline_logits(stages, {"input_ids": ids})
+        outcome = run_stages(run, stages, steps)
+        found.ours[name] = pipeline_logits(stages, {"input_ids": ids})
+        assert float((found.ours[name] - before).abs().max()) > 1e-2
+        whole = resolved(tiny(model_name), spec)
+        adapters.check_complete(whole, outcome.adapter)
+        found.folders[name] = root / name
+        save_adapter(found.folders[name], whole, outcome.adapter)
+        cases[name] = {"base": str(tiny(model_name)), "adapter": str(root / name), "input_ids": ids.tolist()}
+    (root / "load.py").write_text(_LOAD)
+    (root / "cases.json").write_text(json.dumps(cases))
+    outputs = [str(root / name) for name in ("cases.json", "logits.safetensors", "faults.json")]
+    subprocess.run([sys.executable, str(root / "load.py"), *outputs], check=True, timeout=240, capture_output=True)
+    found.theirs = load_file(root / "logits.safetensors")
+    found.faults = json.loads((root / "faults.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_peft_loads_the_saved_adapter_and_gives_the_same_logits(round_trips: RoundTrips, name: str) -> None:
+    """P01, P05: without a warning; merged as well."""
+    assert name not in round_trips.faults
+    torch.testing.assert_close(round_trips.theirs[name], round_trips.ours[name], rtol=0, atol=1e-5)
+    torch.testing.assert_close(round_trips.theirs[f"{name}.merged"], round_trips.ours[name], rtol=0, atol=1e-4)
+
+
+def test_saved_adapter_is_complete_and_numbered_globally(round_trips: RoundTrips) -> None:
+    """P01, P02."""
+    tensors = load_file(round_trips.folders["plain"] / WEIGHTS_FILE)
+    assert len(tensors) == LAYERS * 2 * 2
+    assert set(tensors) == {
+        f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{part}.weight"
+        for layer in range(LAYERS)
+        for module in ("q_proj", "v_proj")
+        for part in "AB"
+    }
+    config = json.loads((round_trips.folders["plain"] / CONFIG_FILE).read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
+    assert (config["base_model_name_or_path"], config["exclude_modules"]) == ("llama", None)
+    assert config["inference_mode"] is True
+    assert sorted(p.name for p in round_trips.folders["plain"].iterdir()) == sorted([CONFIG_FILE, WEIGHTS_FILE])
+
+
+def test_dora_magnitudes_are_saved(round_trips: RoundTrips) -> None:
+    """P05."""
+    keys = load_file(round_trips.folders["dora"] / WEIGHTS_FILE).keys()
+    assert sum(key.endswith("lora_magnitude_vector") for key in keys) == LAYERS * 7
+    assert len(keys) == LAYERS * 7 * 3
+
+
+def test_saving_replaces_an_older_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    whole = resolved(tiny("llama"), QV)
+    for fill in (1.0, 2.0):
+        save_adapter(tmp_path / "adapter", whole, {key: torch.full(shape, fill) for key, shape in whole.shapes.items()})
+    assert all(bool((value == 2).all()) for value in read_adapter(tmp_path / "adapter", whole).values())
+
+
+# ---- the same adapter on every split
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_all_linear_is_the_same_set_on_every_split(tiny: Tiny, name: str) -> None:
+    """P03: without the head, and as on the whole model; N09: the count is the sum of r x (in + out)."""
+    spec = AdapterSpec(r=4, alpha=8, target_modules="all-linear")
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "fan_in_fan_out": name == "gpt2"}
+    expected = {key: list(value.shape) for key, value in trained(whole_model(tiny(name), lora)).items()}
+    whole = resolved(tiny(name), spec)
+    assert whole.shapes == expected
+    assert not any("lm_head" in key for key in expected)
+    for cuts in SPLITS:
+        stages = build_stages(make_spec(tiny(name), cuts, adapter=spec), tiny(name))
+        assert {key: list(value.shape) for key, value in gathered(stages).items()} == expected
+        assert sum(len(stage.trained) for stage in stages) == len(expected)
+        count = sum(p.numel() for stage in stages for p in stage.model.parameters() if p.requires_grad)
+        assert count == whole.num_trained() == _lora_parameters(tiny(name), 4)
+
+
+def _lora_parameters(path: Path, r: int) -> int:
+    """The sum of r x (in + out) over the linear modules of all layers."""
+    family = FAMILIES[json.loads((path / "config.json").read_text())["model_type"]]
+    modules = [m for n, m in meta_model(path).named_modules() if n.rpartition(".")[2] in family.linear_modules]
+    return sum(r * sum(module.weight.shape) for module in modules)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_auto_targets_are_those_of_the_family(tiny: Tiny, name: str) -> None:
+    family = FAMILIES[name.partition("_")[0]]
+    whole = resolved(tiny(name), AdapterSpec(r=4, alpha=8))
+    assert set(whole.config.target_modules) == set(family.default_targets)
+    assert len(whole.shapes) == LAYERS * len(family.default_targets) * 2
+
+
+def test_initial_values_are_as_peft_draws_them(tiny: Tiny) -> None:
+    """B is zero; A is uniform within its bounds and not constant (Kaiming, as in PEFT's own)."""
+    (stage,) = build_stages(make_spec(tiny("llama"), adapter=QV), tiny("llama"))
+    own = trained(get_peft_model(whole_base(tiny("llama")), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    for key, value in stage.state().items():
+        assert value.dtype is torch.float32
+        if "lora_B" in key:
+            assert not value.any()
+        else:
+            assert float(value.std()) == pytest.approx(float(own[key].detach().std()), rel=0.3)
+            assert float(value.abs().max()) <= 32**-0.5
+
+
+def whole_base(path: Path) -> Any:
+    return whole_model(path, {"r": 1, "target_modules": ["q_proj"]}).unload()
+
+
+@pytest.mark.parametrize("kind", ["saved", "lora"])
+def test_head_of_a_tied_model_may_train(tiny: Tiny, kind: str) -> None:
+    """Only the last stage has a head; the embedding stays as it is."""
+    rows = make_rows((5, 9, 12, 7))
+    lora: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    if kind == "saved":
+        lora["modules_to_save"] = ["lm_head"]
+    else:
+        lora["target_modules"] = ["q_proj", "lm_head"]
+    spec = AdapterSpec(r=4, alpha=8, target_modules=lora["target_modules"], modules_to_save=lora.get("modules_to_save"))
+    outcomes = []
+    steps = [rows[:2], rows[2:]]
+    for cuts in ((), (3,)):
+        run = make_spec(tiny("llama_tied"), cuts, adapter=spec, optimizer="sgd", lr=1.0)
+        stages = build_stages(run, tiny("llama_tied"))
+        cut = [data.micro_batches(step, 1, padding_side="right", pad_id=0) for step in steps]
+        outcomes.append(run_stages(run, stages, cut, initial=lively(gathered(stages))))
+    assert same_bits(*outcomes)
+    reference = run_reference(
+        tiny("llama_tied"), steps, lora=lora, initial=outcomes[0].initial, optimizer="sgd", lr=1.0
+    )
+    assert outcomes[0].losses == pytest.approx(reference.losses, abs=1e-5)
+    for key, value in reference.adapter.items():
+        torch.testing.assert_close(outcomes[0].adapter[key], value, rtol=0, atol=1e-5)
+
+
+def test_saved_modules_alone_on_a_stage_without_targets_are_refused(tiny: Tiny) -> None:
+    """PEFT cannot wrap a model without a target; the split can be changed, the message says so."""
+    spec = AdapterSpec(r=4, alpha=8, target_modules=["q_proj"], layers_to_transform=[0], modules_to_save=["lm_head"])
+    run = make_spec(tiny("llama"), (3,), adapter=spec)
+    message = refusal(lambda: build_stages(run, tiny("llama")))
+    assert "lm_head" in message
+    assert "adapter.modules_to_save" in message
+
+
+# ---- wrong names
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong"),
+    [
+        (["q_porj"], ["q_porj"]),
+        (["q_proj", "typo"], ["typo"]),
+        (["c_attn"], ["c_attn"]),
+        (["q_proj", "layers"], ["layers"]),
+        (["nope", "nada"], ["nope", "nada"]),
+    ],
+)
+def test_targets_that_are_no_module_are_listed(tiny: Tiny, targets: list[str], wrong: list[str]) -> None:
+    """P10: with what there is; one wrong name among right ones as well."""
+    spec = AdapterSpec(r=4, alpha=8, target_modules=targets)
+    message = refusal(lambda: build_stages(make_spec(tiny("llama"), (3,), adapter=spec), tiny("llama")))
+    assert "adapter.target_modules" in message
+    assert all(name in message for name in [*wrong, *FAMILIES["llama"].linear_modules])
+    assert not any(f"'{name}'" in message for name in set(targets) - set(wrong))
+
+
+@pytest.mark.parametrize("targets", [["layers.9.self_attn.q_proj"], r".*no_such_.*"])
+def test_targets_that_match_nothing_are_refused(tiny: Tiny, targets: Any) -> None:
+    message = refusal(lambda: resolved(tiny("llama"), AdapterSpec(r=4, alpha=8, target_modules=targets)))
+    assert "adapter.target_modules" in message
+    assert str(targets if isinstance(targets, str) else targets[0]) in message
+
+
+def test_one_full_name_without_a_match_is_refused(tiny: Tiny) -> None:
+    spec = AdapterSpec(r=4, alpha=8, target_modules=["layers.2.self_attn.q_proj", "layers.9.self_attn.q_proj"])
+    assert "layers.9.self_attn.q_proj" in refusal(lambda: resolved(tiny("llama"), spec))
+
+
+def test_a_target_of_one_stage_only_is_fine(tiny: Tiny) -> None:
+    """P10: judged over all stages together."""
+    for spec in (
+        msgspec.structs.replace(QV, layers_to_transform=[5]),
+        AdapterSpec(r=4, alpha=8, target_modules=["layers.2.self_attn.q_proj", "layers.5.mlp.up_proj"]),
+    ):
+        stages = build_stages(make_spec(tiny("llama"), (1, 4), adapter=spec), tiny("llama"))
+        assert gathered(stages).keys() == resolved(tiny("llama"), spec).shapes.keys()
+
+
+@pytest.mark.parametrize("layers", [[6], [0, 99]])
+def test_layers_that_the_model_lacks_are_refused(tiny: Tiny, layers: list[int]) -> None:
+    spec = msgspec.structs.replace(QV, layers_to_transform=layers)
+    message = refusal(lambda: resolved(tiny("llama"), spec))
+    assert "adapter.layers_to_transform" in message
+    assert str(layers[-1]) in message
+
+
+def test_saved_modules_that_the_model_lacks_are_refused(tiny: Tiny) -> None:
+    spec = msgspec.structs.replace(QV, modules_to_save=["lm_haed"])
+    message = refusal(lambda: resolved(tiny("llama"), spec))
+    assert "adapter.modules_to_save" in message
+    assert "lm_haed" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama_tied", {"modules_to_save": ["embed_tokens"]}),
+        ("llama_tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
+        ("gpt2", {"target_modules": ["c_attn", "wte"]}),
+        ("llama_tied", {"target_modules": r".*(q_proj|embed_tokens)"}),
+        ("llama_tied", {"modules_to_save": ["model.embed_tokens"]}),
+    ],
+)
+def test_training_a_tied_embedding_is_refused(tiny: Tiny, name: str, more: dict[str, Any]) -> None:
+    """M01: two stages would train two copies of one matrix."""
+    message = refusal(lambda: resolved(tiny(name), msgspec.structs.replace(QV, **more)))
+    assert "tie_word_embeddings" in message
+
+
+# ---- init_from
+
+
+def saved(tiny: Tiny, folder: Path, spec: AdapterSpec = QV) -> tuple[ResolvedAdapter, dict[str, torch.Tensor]]:
+    whole = resolved(tiny("llama"), spec)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in whole.shapes.items()}
+    save_adapter(folder, whole, tensors)
+    return whole, tensors
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def test_an_adapter_is_read_back_as_it_was_saved(tiny: Tiny, tmp_path: Path) -> None:
+    whole, tensors = saved(tiny, tmp_path)
+    found = read_adapter(tmp_path, whole)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(value, tensors[key]) for key, value in found.items())
+    for cuts in ((), (1, 4)):
+        stages = build_stages(make_spec(tiny("llama"), cuts, adapter=QV), tiny("llama"))
+        for stage in stages:
+            load_tensors(stage.trained, found)
+        assert all(torch.equal(value, tensors[key]) for key, value in gathered(stages).items())
+
+
+def test_an_adapter_of_peft_itself_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    model = whole_model(tiny("llama"), {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    model.save_pretrained(tmp_path)
+    found = read_adapter(tmp_path, resolved(tiny("llama"), QV))
+    assert all(torch.equal(value, trained(model)[key]) for key, value in found.items())
+
+
+def test_a_missing_tensor_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    whole, tensors = saved(tiny, tmp_path)
+    key = sorted(tensors)[5]
+    rewrite(tmp_path, lambda t: t.pop(key))
+    message = refusal(lambda: read_adapter(tmp_path, whole))
+    assert "adapter.init_from" in message
+    assert key in message
+
+
+def test_a_left_over_tensor_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    whole, _ = saved(tiny, tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"base_model.model.model.layers.9.x": torch.zeros(2)}))
+    assert "layers.9.x" in refusal(lambda: read_adapter(tmp_path, whole))
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"r": 8}, "adapter.r"),
+        ({"alpha": 16}, "adapter.alpha"),
+        ({"use_rslora": True}, "adapter.use_rslora"),
+        ({"use_dora": True}, "adapter.use_dora"),
+        ({"alpha_pattern": {"q_proj": 3.0}}, "adapter.alpha_pattern"),
+        ({"target_modules": ["q_proj"]}, "adapter.init_from"),
+        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "adapter.init_from"),
+        ({"layers_to_transform": [1]}, "adapter.init_from"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(tiny: Tiny, tmp_path: Path, other: dict[str, Any], key: str) -> None:
+    """Both ways round: never scaled otherwise, never in part."""
+    spec = msgspec.structs.replace(QV, **other)
+    saved(tiny, tmp_path / "other", spec)
+    saved(tiny, tmp_path / "plain")
+    assert key in refusal(lambda: read_adapter(tmp_path / "other", resolved(tiny("llama"), QV)))
+    assert key in refusal(lambda: read_adapter(tmp_path / "plain", resolved(tiny("llama"), spec)))
+
+
+def test_the_same_r_in_another_pattern_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tiny, tmp_path, msgspec.structs.replace(QV, rank_pattern={"q_proj": 2}))
+    assert "adapter.r" in refusal(lambda: read_adapter(tmp_path, resolved(tiny("llama"), QV)))
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 99, b"[]"])
+def test_a_damaged_folder_is_refused(tiny: Tiny, tmp_path: Path, name: str, content: bytes | None) -> None:
+    whole, _ = saved(tiny, tmp_path)
+    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
+    message = refusal(lambda: read_adapter(tmp_path, whole))
+    assert "adapter.init_from" in message
+    assert str(tmp_path) in message
+
+
+def test_a_pickled_adapter_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """S05."""
+    whole, tensors = saved(tiny, tmp_path)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    torch.save(tensors, tmp_path / "adapter_model.bin")
+    assert "adapter_model.bin" in refusal(lambda: read_adapter(tmp_path, whole))
+
+
+def test_a_stage_takes_its_share_only_if_it_is_there_and_fits(tiny: Tiny) -> None:
+    own = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(3))}
+    assert "lacks b" in refusal(lambda: load_tensors(own, {"a": torch.ones(2)}))
+    assert "b" in refusal(lambda: load_tensors(own, {"a": torch.ones(2), "b": torch.ones(4)}))
+    assert not own["a"].any()  # nothing is half loaded
+    load_tensors(own, {"a": torch.ones(2), "b": torch.ones(3), "of another stage": torch.ones(1)})
+    assert own["a"].all()
+
+
+def test_incomplete_gathering_is_noticed(tiny: Tiny) -> None:
+    whole = resolved(tiny("llama"), QV)
+    tensors = {key: torch.zeros(shape) for key, shape in whole.shapes.items()}
+    adapters.check_complete(whole, tensors)
+    tensors.popitem()
+    with pytest.raises(AssertionError):
+        adapters.check_complete(whole, tensors)
