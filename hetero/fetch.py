@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from hetero.errors import ConfigError
-from hetero.store import check_weights, fetched_folder, write_folder
+from hetero.folders import fetched_folder, write_folder
+from hetero.store import check_weights
 
 _log = logging.getLogger(__name__)
 

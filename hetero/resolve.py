@@ -17,6 +17,7 @@ from hetero.checked import convert
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts, read_facts
 from hetero.families import Family, family_of
+from hetero.folders import local_name
 from hetero.plan import resolve_plan
 from hetero.schedule import policy_for
 from hetero.spec import (
@@ -28,6 +29,7 @@ from hetero.spec import (
     StageSpec,
     WorkerEntry,
 )
+from hetero.tiny import TINY
 
 DEFAULT_MAX_LENGTH = 1024
 
@@ -70,8 +72,8 @@ class ResolvedRun:
         c = self.config
         modules = c.adapter.modules_to_save
         if modules == "auto":
-            modules = [self.family.embedding, "lm_head"] if c.model.path == store.TINY else None
-        path = store.local_name(self.model_folder) if self.local_model and self.model_folder else c.model.path
+            modules = [self.family.embedding, "lm_head"] if c.model.path == TINY else None
+        path = local_name(self.model_folder) if self.local_model and self.model_folder else c.model.path
         return RunSpec(
             seed=c.seed,
             model=msgspec.structs.replace(c.model, path=path),
@@ -130,7 +132,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         stages=stages,
         workers=workers,
         model_folder=folder,
-        local_model=is_path and config.model.path != store.TINY,
+        local_model=is_path and config.model.path != TINY,
         max_length=config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings),
     )
 
@@ -147,7 +149,7 @@ def _optimizer(config: Config) -> ObjectSpec:
     found = _object("optimizer", config.optimizer)
     if found.args.get("lr") != "auto":
         return found
-    rate = RANDOM_MODEL_LR if config.model.path == store.TINY else ADAPTER_LR
+    rate = RANDOM_MODEL_LR if config.model.path == TINY else ADAPTER_LR
     return ObjectSpec(found.target, found.args | {"lr": rate})
 
 

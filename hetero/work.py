@@ -11,6 +11,7 @@ import torch
 from hetero import registry, store
 from hetero.adapters import save_adapter
 from hetero.errors import PeerError
+from hetero.folders import models_cache
 from hetero.member import Member
 from hetero.runtime import step_plan_of
 from hetero.serve import WorkerServer, WorkerSession
@@ -78,7 +79,7 @@ def locate_model(spec: RunSpec, models_dir: str | None) -> str | Path:
     Raises:
         ConfigError: it is not here.
     """
-    folder = Path(models_dir).expanduser() if models_dir else store.models_cache()
+    folder = Path(models_dir).expanduser() if models_dir else models_cache()
     if spec.local_model:
         return store.find_by_name(spec.model.path, folder)
     return store.find_weights(spec.model.path, revision=spec.model.revision, local_paths=False)

@@ -12,7 +12,9 @@ from hetero import fetch as fetch_module
 from hetero.errors import ConfigError
 from hetero.facts import num_parameters, read_facts
 from hetero.fetch import fetch, main
-from hetero.store import FETCHABLE, fetched_folder, find_config, find_weights
+from hetero.folders import fetched_folder
+from hetero.hub import FETCHABLE
+from hetero.store import find_config, find_weights
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHAPES = Path(__file__).parents[1] / "conf" / "shapes"

@@ -12,19 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hetero import store
+from hetero import folders, tiny
 from hetero.errors import ConfigError
 from hetero.facts import num_parameters, read_facts
-from hetero.store import (
-    TINY,
-    find_by_name,
-    find_config,
-    find_weights,
-    local_name,
-    make_tiny,
-    tiny_config,
-    write_folder,
-)
+from hetero.folders import local_name, write_folder
+from hetero.store import find_by_name, find_config, find_weights
+from hetero.tiny import TINY, make_tiny, tiny_config
 
 ROOT = Path(__file__).parents[1]
 HUB_ID = "some-org/some-model"
@@ -156,14 +149,14 @@ def test_processes_that_race_make_one_tiny(tiny_cache: Path, tmp_path: Path) -> 
     # Each says that its draft is full and waits, so that both have one before either may rename it.
     program = """
 import pathlib, shutil, sys
-from hetero import store
+from hetero import tiny
 def fill(folder):
     shutil.copytree(sys.argv[2], folder, dirs_exist_ok=True)
     (folder / "by").write_text(sys.argv[3])
     print("full", flush=True)
     sys.stdin.readline()
-store._fill_tiny = fill
-print(store.make_tiny(pathlib.Path(sys.argv[1])))
+tiny._fill_tiny = fill
+print(tiny.make_tiny(pathlib.Path(sys.argv[1])))
 """
     command = [sys.executable, "-c", program, str(tmp_path), str(make_tiny(tiny_cache))]
     runs = [
@@ -182,7 +175,7 @@ print(store.make_tiny(pathlib.Path(sys.argv[1])))
 
 
 def test_tiny_is_made_once(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_fill_tiny", pytest.fail)
+    monkeypatch.setattr(tiny, "_fill_tiny", pytest.fail)
     assert find_weights(TINY, cache=tiny_cache) == tiny_cache / "models" / "tiny-v1"
 
 
@@ -230,9 +223,9 @@ def test_config_of_tiny_needs_no_file_and_no_big_library(tmp_path: Path) -> None
 def test_cache_is_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
-    assert store.cache_dir() == tmp_path / ".cache" / "hetero"
+    assert folders.cache_dir() == tmp_path / ".cache" / "hetero"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert store.cache_dir() == tmp_path / "Library" / "Caches" / "hetero"
+    assert folders.cache_dir() == tmp_path / "Library" / "Caches" / "hetero"
 
 
 def test_places_of_a_hub_model_are_tried_in_order(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
