@@ -43,7 +43,7 @@ def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
 
-    with refusals_inone_line(path, revision):
+    with refusals_in_one_line(path, revision):
         for name in names:
             try:
                 get_hf_file_metadata(hf_hub_url(path, name, revision=revision), timeout=_HUB_TIMEOUT_S)
@@ -54,7 +54,7 @@ def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
 
 
 @contextmanager
-def refusals_inone_line(path: str, revision: str | None) -> Iterator[None]:
+def refusals_in_one_line(path: str, revision: str | None) -> Iterator[None]:
     """Turn the hub's refusals into one line with a remedy."""
     from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -2,164 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from hetero.control import Membership, Peer, judge_hello
 from hetero.errors import ConfigError, HeteroError, PeerError
 from hetero.inbox import Inbox
-from hetero.session import StateAssembler, flow_at_boundary, is_end, named, open_link, pass_on
+from hetero.neighbours import flow_at_boundary, named, pass_on
 from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport, tune
 from hetero.versions import versions
 from hetero.wire.headers import (
-    Apply,
     Fault,
     FrameType,
-    Gather,
-    Header,
     Hello,
-    Reason,
     Reject,
-    State,
-    Step,
-    Sync,
-    TensorEntry,
     Welcome,
 )
 from hetero.wire.messages import CommandTable, Message
-from hetero.wire.tensors import state_frames
+from hetero.worker_session import SessionOver, WorkerSession
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
-END_S = 3.0
-END_GRACE_S = 1.0
 MAX_WAITING = 32  # connections that have not said HELLO yet
-
-
-class SessionOver(Exception):
-    """The coordinator ended the session; not a fault."""
-
-
-@dataclass
-class WorkerSession:
-    """One session of a worker: what compute needs of it.
-
-    Attributes:
-        spec: the run.
-        member: run, epoch and stage.
-        inbox: frames of both links and of the control, and the first failure.
-        transport: as the spec says.
-        control: to the coordinator.
-        upstream: from the stage before, once it dialled.
-    """
-
-    spec: RunSpec
-    member: Membership
-    inbox: Inbox
-    transport: TcpTransport
-    control: Link
-    instance: str
-    upstream: Link | None = None
-    downstream: Link | None = None
-    _upstream_there: threading.Event = field(default_factory=threading.Event)
-
-    def wait_sync(self) -> tuple[Sync, dict[str, torch.Tensor]]:
-        """The coordinator's SYNC with its tensors."""
-        event = self._next((Sync,))
-        header: Sync = event.frame.header
-        assembler = StateAssembler()
-        done = header.num_tensors == 0
-        while not done:
-            piece = self._next((State,))
-            done = assembler.add(piece.frame.header, piece.frame.payload)
-        return header, assembler.tensors
-
-    def connect(self) -> None:
-        """Dials the next stage, where there is one, and waits for the stage before."""
-        stage = self.member.stage
-        if stage < len(self.spec.stages) - 1:
-            peer = Peer(stage + 1, self.spec.workers[stage].host, self.spec.workers[stage].port)
-            hello = Hello(
-                purpose="link",
-                run_id=self.member.run_id,
-                epoch=self.member.epoch,
-                stage=stage + 1,
-                instance=self.instance,
-                versions={},
-            )
-            self.downstream = open_link(self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox)
-        give_up_at = time.monotonic() + self.transport.connect_timeout_s
-        while not self._upstream_there.wait(0.2):
-            if failure := self.inbox.failure():
-                raise failure
-            if time.monotonic() > give_up_at:
-                raise PeerError(f"did not dial its link within {self.transport.connect_timeout_s:g} s", stage=stage - 1)
-
-    def next_order(self) -> Received:
-        """The next STEP (from the stage before) or GATHER (from the coordinator).
-
-        Raises:
-            SessionOver: the coordinator said STOP or ABORT.
-        """
-        return self._next((Step, Gather))  # type: ignore[no-any-return]
-
-    def wait_apply(self) -> Apply:
-        """The coordinator's decision about the step."""
-        return self._next((Apply,)).frame.header  # type: ignore[no-any-return]
-
-    def send(self, type_: FrameType, header: Header, payload: tuple[memoryview, ...] = ()) -> None:
-        """Sends a frame to the coordinator."""
-        self.control.send(type_, header, payload)
-
-    def send_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Sends tensors to the coordinator as STATE frames."""
-        if not tensors:
-            nothing = TensorEntry("nothing", "uint8", [0])
-            self.control.send(FrameType.STATE, State(index=0, total=0, tensor=nothing, offset=0))
-        for header, payload in state_frames(tensors):
-            self.control.send(FrameType.STATE, header, payload)
-
-    def end_announced(self) -> str | None:
-        """The reason in the coordinator's STOP or ABORT, where it comes within a second; None otherwise."""
-        try:
-            event = self.inbox.get(is_end, timeout_s=END_GRACE_S, despite_failure=True)
-        except TimeoutError:
-            return None
-        return str(event.frame.header.reason)
-
-    def adopt(self, link: Link) -> None:
-        """The stage before has dialled."""
-        self.upstream = link
-        self._upstream_there.set()
-
-    def end(self, fault: Fault | None) -> None:
-        """Closes all connections, after telling everyone what went wrong, if something did."""
-        links = [link for link in (self.control, self.upstream, self.downstream) if link is not None]
-        for link in links:
-            if fault is not None:
-                with contextlib.suppress(HeteroError):
-                    link.send(FrameType.ERROR, fault)
-            link.close()
-        for link in links:
-            link.join(END_S)
-
-    def _next(self, kinds: tuple[type[Header], ...]) -> Any:
-        event = self.inbox.get(lambda e: isinstance(e, Received) and isinstance(e.frame.header, (*kinds, Reason)))
-        if isinstance(event.frame.header, Reason):
-            raise SessionOver(event.frame.header.reason)
-        return event
 
 
 Work = Callable[[WorkerSession], None]

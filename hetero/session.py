@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -25,69 +24,20 @@ from hetero.control import (
 )
 from hetero.errors import HeteroError, PeerError
 from hetero.inbox import Inbox
+from hetero.neighbours import flow_at_boundary, open_link
 from hetero.spec import RunSpec
+from hetero.state import StateAssembler
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.versions import differences, versions
-from hetero.wire.flow import LinkFlow
-from hetero.wire.headers import FrameType, Hello, Reason, Reject, State
+from hetero.wire.headers import FrameType, Hello, Reject
 from hetero.wire.messages import CommandTable, Message
-from hetero.wire.tensors import DTYPES, as_bytes, state_frames
+from hetero.wire.tensors import state_frames
 
 log = logging.getLogger(__name__)
 
 RETRY_BUSY_S = 0.3
 END_S = 3.0
-
-
-def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
-    """What the link between stages `boundary` and `boundary + 1` may carry."""
-    return LinkFlow(
-        hidden_size=spec.hidden_size,
-        dtype=spec.boundary_dtypes[boundary],
-        max_rows=spec.loop.microbatch_size,
-        max_length=spec.max_length,
-    )
-
-
-class StateAssembler:
-    """Puts the pieces of a sender's STATE frames together, each where it belongs and once.
-
-    Args:
-        expected: name -> shape of every tensor that may come; None lets any through, within `max_bytes`.
-        max_bytes: limit of all tensors together.
-    """
-
-    def __init__(self, expected: dict[str, list[int]] | None = None, max_bytes: int = 1 << 36) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._expected, self._left = expected, max_bytes
-        self._next_index = 0
-        self._next_offset = 0
-
-    def add(self, header: State, payload: memoryview) -> bool:
-        """Takes the next piece; True when all tensors of this sender are complete.
-
-        Raises:
-            PeerError: it is not the piece that must follow, or a tensor that is not expected.
-        """
-        entry = header.tensor
-        if self._expected is not None and self._expected.get(entry.name) != list(entry.shape):
-            raise PeerError(f"sent state {entry.name} {list(entry.shape)}, which this run does not have")
-        if (header.index, header.offset) != (self._next_index, self._next_offset):
-            raise PeerError("sent pieces of state out of order")
-        if header.offset == 0:
-            self._left -= entry.nbytes()
-            if self._left < 0 or entry.name in self.tensors:
-                raise PeerError(f"sent too much state, or {entry.name} twice")
-            self.tensors[entry.name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        end = header.offset + payload.nbytes
-        if end > entry.nbytes() or (payload.nbytes == 0 and entry.nbytes()):
-            raise PeerError(f"sent state {entry.name} of the wrong size")
-        if payload.nbytes:
-            as_bytes(self.tensors[entry.name])[header.offset : end] = payload
-        done = end == entry.nbytes()
-        self._next_index, self._next_offset = (header.index + 1, 0) if done else (header.index, end)
-        return done and header.index == header.total - 1
 
 
 @dataclass
@@ -332,65 +282,3 @@ class CoordinatorSession:
                 self.inbox.put(action)
             else:
                 self.inbox.fail(action.error)
-
-
-def open_link(transport: TcpTransport, peer: Peer, hello: Hello, flow: LinkFlow, inbox: Inbox) -> Link:
-    """Dials the link to the next stage and waits for its WELCOME.
-
-    Its frames go to the inbox; its end, unless this side closed it, is the inbox's failure.
-
-    Raises:
-        PeerError: it cannot be reached, refuses, or gives no answer.
-    """
-    opened = threading.Event()
-    refusal: list[str] = []
-
-    def deliver(event: Received | Closed) -> None:
-        if isinstance(event, Closed):
-            if event.error is not None:
-                inbox.fail(named(event.error, peer))
-            opened.set()
-        elif isinstance(event.frame.header, Reject):
-            refusal.append(event.frame.header.reason)
-            opened.set()
-        elif event.frame.type is FrameType.WELCOME:
-            opened.set()
-        else:
-            pass_on(event, inbox, peer)
-
-    sock = transport.dial(peer.host, peer.port, stage=peer.stage)
-    link = transport.link(
-        sock, dialler=True, deliver=deliver, name=f"stage {peer.stage}", silence_s=transport.io_timeout_s
-    )
-    link.connection.flow = flow
-    link.send(FrameType.HELLO, hello)
-    link.start()
-    answered = opened.wait(transport.connect_timeout_s)
-    if failure := inbox.failure():
-        link.close()
-        raise failure
-    if refusal or not answered:
-        link.close()
-        raise peer.error(f"refused the link: {refusal[0]}" if refusal else "gave no answer to the link's HELLO")
-    return link
-
-
-def pass_on(event: Received, inbox: Inbox, peer: Peer) -> None:
-    """A neighbour's frame: an ERROR is the session's failure, all else is for compute."""
-    header: Any = event.frame.header
-    if event.frame.type is not FrameType.ERROR:
-        inbox.put(event)
-    elif header.stage is None:
-        inbox.fail(peer.error(header.reason, header.step))
-    else:
-        inbox.fail(PeerError(header.reason, stage=header.stage, host=header.host, port=header.port, step=header.step))
-
-
-def named(error: HeteroError, peer: Peer) -> PeerError:
-    """A connection's error with the peer's name on it."""
-    return peer.error(error.reason if isinstance(error, PeerError) else str(error))
-
-
-def is_end(event: Any) -> bool:
-    """True for a coordinator's STOP or ABORT."""
-    return isinstance(event, Received) and isinstance(event.frame.header, Reason)

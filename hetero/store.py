@@ -56,7 +56,7 @@ def find_config(
     hub.ask(path, revision, ["config.json"])
     from huggingface_hub import hf_hub_download
 
-    with hub.refusals_inone_line(path, revision):
+    with hub.refusals_in_one_line(path, revision):
         file = Path(hf_hub_download(path, "config.json", revision=revision))
     return _read_object(file), file.parent
 

@@ -14,13 +14,14 @@ from hetero.errors import PeerError
 from hetero.folders import models_cache
 from hetero.member import Member
 from hetero.runtime import step_plan_of
-from hetero.serve import WorkerServer, WorkerSession
+from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
 from hetero.transport import tcp
 from hetero.transport.link import Received
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Gather, Synced
 from hetero.wire.tensors import NAMES, as_bytes
+from hetero.worker_session import WorkerSession
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,87 @@
+"""Links between neighbouring stages: how one is dialled, what it may carry, and whose fault its end is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from hetero.control import Peer
+from hetero.errors import HeteroError, PeerError
+from hetero.inbox import Inbox
+from hetero.spec import RunSpec
+from hetero.transport.link import Closed, Link, Received
+from hetero.transport.tcp import TcpTransport
+from hetero.wire.flow import LinkFlow
+from hetero.wire.headers import FrameType, Hello, Reason, Reject
+
+
+def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
+    """What the link between stages `boundary` and `boundary + 1` may carry."""
+    return LinkFlow(
+        hidden_size=spec.hidden_size,
+        dtype=spec.boundary_dtypes[boundary],
+        max_rows=spec.loop.microbatch_size,
+        max_length=spec.max_length,
+    )
+
+
+def open_link(transport: TcpTransport, peer: Peer, hello: Hello, flow: LinkFlow, inbox: Inbox) -> Link:
+    """Dials the link to the next stage and waits for its WELCOME.
+
+    Its frames go to the inbox; its end, unless this side closed it, is the inbox's failure.
+
+    Raises:
+        PeerError: it cannot be reached, refuses, or gives no answer.
+    """
+    opened = threading.Event()
+    refusal: list[str] = []
+
+    def deliver(event: Received | Closed) -> None:
+        if isinstance(event, Closed):
+            if event.error is not None:
+                inbox.fail(named(event.error, peer))
+            opened.set()
+        elif isinstance(event.frame.header, Reject):
+            refusal.append(event.frame.header.reason)
+            opened.set()
+        elif event.frame.type is FrameType.WELCOME:
+            opened.set()
+        else:
+            pass_on(event, inbox, peer)
+
+    sock = transport.dial(peer.host, peer.port, stage=peer.stage)
+    link = transport.link(
+        sock, dialler=True, deliver=deliver, name=f"stage {peer.stage}", silence_s=transport.io_timeout_s
+    )
+    link.connection.flow = flow
+    link.send(FrameType.HELLO, hello)
+    link.start()
+    answered = opened.wait(transport.connect_timeout_s)
+    if failure := inbox.failure():
+        link.close()
+        raise failure
+    if refusal or not answered:
+        link.close()
+        raise peer.error(f"refused the link: {refusal[0]}" if refusal else "gave no answer to the link's HELLO")
+    return link
+
+
+def pass_on(event: Received, inbox: Inbox, peer: Peer) -> None:
+    """A neighbour's frame: an ERROR is the session's failure, all else is for compute."""
+    header: Any = event.frame.header
+    if event.frame.type is not FrameType.ERROR:
+        inbox.put(event)
+    elif header.stage is None:
+        inbox.fail(peer.error(header.reason, header.step))
+    else:
+        inbox.fail(PeerError(header.reason, stage=header.stage, host=header.host, port=header.port, step=header.step))
+
+
+def named(error: HeteroError, peer: Peer) -> PeerError:
+    """A connection's error with the peer's name on it."""
+    return peer.error(error.reason if isinstance(error, PeerError) else str(error))
+
+
+def is_end(event: Any) -> bool:
+    """True for a coordinator's STOP or ABORT."""
+    return isinstance(event, Received) and isinstance(event.frame.header, Reason)
