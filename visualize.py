@@ -17,8 +17,19 @@ def visualize(raw: dict[str, Any], run_dir: Path) -> None:
 
     output = raw.pop("output")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
-    for path in write_diagrams(resolved, run_dir if output is None else Path(output)):
+    for path in write_diagrams(resolved, run_dir if output is None else _of_job(Path(output))):
         log.info("%s", path)
+
+
+def _of_job(output: Path) -> Path:
+    """In a sweep each job has a file or folder of its own, with the job's number."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    if hydra.mode is not RunMode.MULTIRUN:
+        return output
+    return output.with_name(f"{output.stem}-{hydra.job.num}{output.suffix}")
 
 
 def main() -> int:

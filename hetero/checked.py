@@ -12,7 +12,7 @@ import msgspec
 from hetero.errors import ConfigError
 
 T = TypeVar("T")
-_PATH = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>\$.*)`)?$", re.DOTALL)
+_PATH = re.compile(r"^(?P<rule>.*?)(?: - at (?P<key>`key` in )?`(?P<path>\$.*)`)?$", re.DOTALL)
 _PART = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
@@ -30,29 +30,36 @@ def convert(raw: Any, type_: type[T], *, root: str = "") -> T:
     try:
         if isinstance(raw, bytes | bytearray | memoryview):
             raw = msgspec.json.decode(raw)
-        _refuse_non_finite(raw, root)
+        _refuse_unsendable(raw, root)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
+        raise ConfigError(f"{root or 'the configuration'} must be JSON: {exc}") from None
+    try:
         return msgspec.convert(raw, type_, strict=True)
     except msgspec.ValidationError as exc:
         raise ConfigError(_explain(str(exc), raw, type_, root)) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
-        raise ConfigError(f"{root or 'the configuration'} must be JSON: {exc}") from None
+    except (RecursionError, UnicodeError) as exc:
+        raise ConfigError(f"{root or 'the configuration'} must be plain data: {exc}") from None
 
 
 def unknown_key(key: str, known: list[str], where: str) -> str:
     """The message for a key that does not exist, with the nearest that does."""
-    full = f"{where}.{key}" if where else key
+    shown = key if key.isprintable() else repr(key)
+    full = f"{where}.{shown}" if where else shown
     near = difflib.get_close_matches(key, known, n=1)
     hint = f" did you mean {near[0]}?" if near else ""
     return f"{full} is not a key;{hint} keys here: {', '.join(sorted(known))}"
 
 
-def _refuse_non_finite(raw: Any, where: str) -> None:
+def _refuse_unsendable(raw: Any, where: str) -> None:
+    """Refuses what Python holds and JSON cannot."""
+    if isinstance(raw, str) and any("\ud800" <= letter <= "\udfff" for letter in raw):
+        raise ConfigError(f"{where} must be text that UTF-8 can hold, got {raw!r}")
     if isinstance(raw, float) and not math.isfinite(raw):
         raise ConfigError(f"{where} must be a finite number, got {raw}")
     items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
     for key, value in items:
         name = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".lstrip(".")
-        _refuse_non_finite(value, name)
+        _refuse_unsendable(value, name)
 
 
 def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
@@ -63,19 +70,38 @@ def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
     value, hint = raw, type_
     shown = root
     for part in parts:
-        value = _child(value, part)
         hint = _hint_of(hint, part)
+        if part == "..." and isinstance(value, dict):  # msgspec does not say which
+            part = next((key for key, item in value.items() if not _fits(item, hint)), part)
+        value = _child(value, part)
         shown = f"{shown}[{part}]" if isinstance(part, int) else f"{shown}.{part}".lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.*)`", rule):
+    if unknown := re.match(r"Object contains unknown field `(.*)`", rule, re.DOTALL):
         return unknown_key(unknown[1], _field_names(hint), shown)
     if missing := re.match(r"Object missing required field `(.*)`", rule):
         return f"{shown}.{missing[1]} must be given".lstrip(".")
+    if match["key"]:
+        return f"{shown or 'the configuration'} must have text for keys, got {_shorten(value)}"
+    if rule == "Number out of range":
+        rule = "a number that a float64 can hold"
     if rule.startswith("Invalid enum value"):
         rule = f"one of {', '.join(_literals(hint))}"
     if "matching regex" in rule and "auto|" in rule:
         rule = "auto, or a device type with an optional index such as cuda:1"
     rule = re.sub(r", got `.*`$", "", rule).removeprefix("Expected ").replace("`", "")
-    return f"{shown or 'the configuration'} must be {rule}, got {value!r}"
+    return f"{shown or 'the configuration'} must be {rule}, got {_shorten(value)}"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint, strict=True)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _parts(path: str) -> list[str | int]:

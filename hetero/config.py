@@ -32,6 +32,8 @@ _BESIDE = _PACKAGE.parent / "conf"  # in a checkout
 CONF_DIR = _BESIDE if (_BESIDE / "config.yaml").is_file() else _PACKAGE / "conf"
 SHAPES_DIR = CONF_DIR / "shapes"
 
+_NOISE = re.compile(r"HYDRA_FULL_ERROR|object_type=")  # lines of a message that help nobody
+
 Task = Callable[[dict[str, Any], Path], None]
 
 
@@ -51,12 +53,14 @@ def run_script(task: Task, config_name: str) -> int:
         The process's exit code: 0, 1 after a failed run, 2 for a mistake, 130 or 143 after a signal.
     """
     failed: list[int] = []
+    began = False
     full_errors = bool(os.environ.get("HYDRA_FULL_ERROR"))
 
     def job(cfg: DictConfig) -> None:
-        raw = _plain(cfg)
+        nonlocal began
+        began = True
         try:
-            task(raw, Path(HydraConfig.get().runtime.output_dir))
+            task(_plain(cfg), Path(HydraConfig.get().runtime.output_dir))
         except HeteroError as exc:
             if full_errors:
                 raise
@@ -71,6 +75,11 @@ def run_script(task: Task, config_name: str) -> int:
         main()
     except (HydraException, OmegaConfBaseException) as exc:
         if full_errors:
+            raise
+        sys.stderr.write(f"error: {explain(exc)}\n")
+        return 2
+    except (OSError, ValueError) as exc:  # the run's folder cannot be made; a value that hydra itself stumbles over
+        if full_errors or began:
             raise
         sys.stderr.write(f"error: {explain(exc)}\n")
         return 2
@@ -92,7 +101,10 @@ def _raise_terminated(*_: object) -> None:
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
-    raw = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    try:
+        raw = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as exc:
+        raise ConfigError(explain(exc)) from exc
     assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
 
@@ -102,31 +114,49 @@ def explain(exc: Exception) -> str:
     text = str(exc)
     if cause := exc.__cause__:
         text = f"{text}\n{cause}"
+    if missing := re.search(r"Missing mandatory value: .*full_key: (\S+)", text, re.DOTALL):
+        return f"{missing[1]} must be given"
+    if "Config group override must be" in text:
+        group = next((arg.partition("=")[0] for arg in sys.argv[1:] if arg.endswith("=null")), "a group")
+        return f"{group} must be one of {', '.join(_options_of(group))}, got null"
     if unknown := re.search(r"Could not override '([^']+)'", text):
         return _unknown_key(unknown[1])
+    if no_file := re.search(r"Could not load '(?:([^']+)/)?([^'/]+)'", text):
+        return f"{no_file[1]} must be one of {', '.join(_options_of(no_file[1]))}, got {no_file[2]!r}"
+    if isinstance(exc, OSError):
+        return f"outputs must be a folder that can be written, got {exc.filename} ({exc.strerror})"
     if choice := re.search(r"Could not find '([^']+)'(?s:.*?)Available options in '([^']+)':\s*(.*)", text, re.DOTALL):
         group, name = choice[1].rsplit("/", 1) if "/" in choice[1] else (choice[2], choice[1])
         options = [line.strip() for line in choice[3].splitlines() if line.strip()]
         known = [option for option in options if re.fullmatch(r"[\w.-]+", option)]
         return f"{group} must be one of {', '.join(known)}, got {name!r}"
-    return " ".join(line.strip() for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line)
+    return " ".join(line.strip() for line in text.splitlines() if line.strip() and not _NOISE.search(line))
 
 
 def _unknown_key(key: str) -> str:
     """The message for an override of a key that is not there, with the keys that are."""
     from hetero.checked import unknown_key
 
+    group, *inner = key.split(".")
+    if inner and group != "hydra" and not _options_of(group):
+        return unknown_key(group, _keys_at(""), "")
     where, _, name = key.rpartition(".")
     return unknown_key(name, _keys_at(where), where)
 
 
+def _options_of(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml")) if group else []
+
+
 def _keys_at(where: str) -> list[str]:
-    """Keys of a group in its default files, as far as they can be read."""
-    folder = CONF_DIR / where.split(".")[0] if where else None
-    files = sorted(folder.glob("*.yaml")) if folder is not None and folder.is_dir() else [CONF_DIR / "config.yaml"]
-    keys: set[str] = set()
-    for file in files:
-        loaded = OmegaConf.load(file)
-        if isinstance(loaded, DictConfig):
-            keys |= {str(key) for key in loaded if key not in ("defaults", "hydra")}
+    """Keys at a place in the default files, as far as they can be read; the groups as well where it is the top."""
+    group, *inner = where.split(".")
+    folder = CONF_DIR / group
+    keys = set() if where else {entry.name for entry in CONF_DIR.iterdir() if _options_of(entry.name)}
+    for file in sorted(folder.glob("*.yaml")) if where else [CONF_DIR / "config.yaml"]:
+        node: Any = OmegaConf.load(file)
+        for name in inner:
+            node = node.get(name) if isinstance(node, DictConfig) else None
+        if isinstance(node, DictConfig):
+            keys |= {str(key) for key in node if key not in ("defaults", "hydra")}
     return sorted(keys)

@@ -138,7 +138,9 @@ class CoordinatorControl:
     _norms: dict[int, memoryview] = field(default_factory=dict)
 
     def received(self, stage: int, frame: Frame) -> list[Action]:
-        """A frame came from a worker."""
+        """A frame came from a worker; one that comes after the end means nothing."""
+        if self.phase is Phase.OVER:
+            return []
         try:
             return self._received(stage, frame)
         except RemoteProtocolError as exc:
@@ -195,6 +197,7 @@ class CoordinatorControl:
         if isinstance(header, Fault):
             return self._fail(self.explain(stage, header))
         if isinstance(header, Reject):
+            self._expect_remote(Phase.JOIN, frame)
             if not header.permanent:
                 return [Retry(stage, header.reason)]
             return self._fail(self.peers[stage].error(f"refused: {header.reason}"))
@@ -205,6 +208,8 @@ class CoordinatorControl:
             return [Notify(StatePiece(stage, header, frame.payload))]
         if isinstance(header, Welcome):
             self._expect_remote(Phase.JOIN, frame)
+            if stage in self._welcomes:
+                raise RemoteProtocolError("WELCOME must come once")
             self._welcomes[stage] = header
             return [Notify(Joined(self._welcomes))] if len(self._welcomes) == len(self.peers) else []
         if isinstance(header, Synced):

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from hetero import adapters, data, models, registry, store
+from hetero import device as devices
 from hetero.console import StepProgress
 from hetero.errors import ConfigError
 from hetero.inbox import Inbox
@@ -67,6 +68,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
         raise ConfigError(f"the run's folder must be a new one, {run_dir} holds a run already (hydra.run.dir)")
     run_dir.mkdir(parents=True, exist_ok=True)
     config = resolved.config
+    _check_device(resolved)
     with contextlib.ExitStack() as stack:
         loggers = _loggers(resolved, run_dir)
         launched = _launch(resolved, run_dir, outputs, stack)
@@ -112,6 +114,14 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
                 adapters.check_complete(prepared.adapter, gathered)
                 adapters.save_adapter(result.adapter_dir, prepared.adapter, gathered)
     return result
+
+
+def _check_device(resolved: ResolvedRun) -> None:
+    """Checks the coordinator's own device before any worker hears of the run."""
+    plan, planned = resolved.stages[0], resolved.config.shard_plan.stages
+    key = "shard_plan.stages[0]" if planned and planned[0].device else "hardware.coordinator"
+    device = devices.resolve(plan.device or "auto", key=f"{key}.device")
+    device.check_dtype(plan.dtype or resolved.config.model.dtype, key="model.dtype")
 
 
 @dataclass(frozen=True)
@@ -227,12 +237,9 @@ def _launch(resolved: ResolvedRun, run_dir: Path, outputs: Path, stack: contextl
 
 def _loggers(resolved: ResolvedRun, run_dir: Path) -> list[RunLogger]:
     found = []
-    for name, raw in (resolved.config.logger or {}).items():
-        build = registry.build("logger", raw["_target_"], resolved.config.allow_targets)
-        try:
-            found.append(build(run_dir=run_dir, **{k: v for k, v in raw.items() if k != "_target_"}))
-        except TypeError as exc:
-            raise ConfigError(f"logger.{name} has an argument that {raw['_target_']} does not take: {exc}") from None
+    for raw in (resolved.config.logger or {}).values():
+        args = {key: value for key, value in raw.items() if key != "_target_"}
+        found.append(registry.make("logger", raw["_target_"], resolved.config.allow_targets, run_dir=run_dir, **args))
     return found
 
 

@@ -48,12 +48,15 @@ class Member:
         self.spec, self.index = spec, index
         plan = spec.stages[index]
         device = devices.resolve(plan.device or device_name, key=f"shard_plan.stages[{index}].device")
-        build = registry.build("stage", spec.stage.target, allow_targets)
-        self.stage: Stage = build(spec, index, model_path, device, **spec.stage.args)
-        make_optimizer = registry.build("optimizer", spec.optimizer.target, allow_targets)
+        self.stage: Stage = registry.make(
+            "stage", spec.stage.target, allow_targets, spec, index, model_path, device, **spec.stage.args
+        )
+        optimizer = spec.optimizer
         parameters = list(self.stage.trained.values())
         self._optimizer: torch.optim.Optimizer | None = (
-            make_optimizer(parameters, **spec.optimizer.args) if parameters else None
+            registry.make("optimizer", optimizer.target, allow_targets, parameters, **optimizer.args)
+            if parameters
+            else None
         )
         self._inbox = inbox
         self._runtime: Runtime | None = None

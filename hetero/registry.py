@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,3 +49,17 @@ def build(group: str, target: str, extra: Iterable[str] = ()) -> Callable[..., A
     if not callable(found):
         raise ConfigError(f"{group}._target_ must be a class or a function, got {target!r}")
     return found  # type: ignore[no-any-return]
+
+
+def make(group: str, target: str, extra: Iterable[str], /, *given: Any, **args: Any) -> Any:
+    """What an allowed target makes of these arguments.
+
+    Raises:
+        ConfigError: as `build`, or it does not take the arguments.
+    """
+    found = build(group, target, extra)
+    try:
+        inspect.signature(found).bind(*given, **args)
+    except TypeError as exc:
+        raise ConfigError(f"{group} must have the arguments that {target} takes: {exc}") from None
+    return found(*given, **args)

@@ -22,7 +22,7 @@ from hetero.control import (
     StatePiece,
     StepReady,
 )
-from hetero.errors import HeteroError, PeerError
+from hetero.errors import HeteroError, LocalProtocolError, PeerError
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, open_link
 from hetero.spec import RunSpec
@@ -270,12 +270,21 @@ class CoordinatorSession:
         except HeteroError as exc:
             self._perform([Fail(self._workers[stage].peer.error(str(exc)))])
 
+    def _tell(self, action: Send) -> None:
+        link = self._workers[action.stage].link
+        if link is None:
+            return
+        try:
+            link.send(action.type, action.header)
+        except LocalProtocolError:
+            # A worker that has not answered yet hears of the end by the connection's.
+            if action.type not in (FrameType.ABORT, FrameType.STOP):
+                raise
+
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                link = self._workers[action.stage].link
-                if link is not None:
-                    link.send(action.type, action.header)
+                self._tell(action)
             elif isinstance(action, Notify):
                 self.inbox.put(action.event)
             elif isinstance(action, Retry):

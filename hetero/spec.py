@@ -46,8 +46,8 @@ class AdapterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     target_modules: list[Name] | Name = "auto"
     modules_to_save: list[Name] | Literal["auto"] | None = None
     layers_to_transform: list[AtLeast0] | None = None
-    rank_pattern: dict[str, AtLeast1] = {}
-    alpha_pattern: dict[str, Annotated[float, Meta(gt=0)]] = {}
+    rank_pattern: dict[str, AtLeast1] | None = None
+    alpha_pattern: dict[str, Annotated[float, Meta(gt=0)]] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     init_from: str | None = None

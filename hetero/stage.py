@@ -42,6 +42,7 @@ class Stage:
         start: first layer.
         end: one past the last.
         num_layers: of the whole model.
+        dtype: that the layers compute in; `model.dtype` would be the adapter's where all weights are 4-bit.
         device: where it runs.
         seed: of the run; dropout masks are keyed by (seed, step, micro-batch, global layer).
         recompute: `layer`: activations inside a layer are computed again in the backward.
@@ -56,6 +57,7 @@ class Stage:
         start: int,
         end: int,
         num_layers: int,
+        dtype: torch.dtype,
         device: Device,
         seed: int,
         recompute: str = "none",
@@ -64,7 +66,7 @@ class Stage:
         self.is_first, self.is_last = start == 0, end == num_layers
         self.device, self.model, self.adapter = device, model, adapter
         self.trained: dict[str, nn.Parameter] = adapters.trained_tensors(peft_model)
-        self.dtype: torch.dtype = model.dtype
+        self.dtype = dtype
         self._seed = seed
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[torch.Tensor] = []
@@ -95,7 +97,7 @@ class Stage:
         if self.is_first:
             inputs["input_ids"] = on_device["input_ids"]
         else:
-            leaf = self.device.from_host(batch["hidden"], self.dtype).requires_grad_()
+            leaf = self.device.from_host(batch["hidden"], self.dtype).detach().requires_grad_()
             inputs["inputs_embeds"] = leaf
         with self._keyed(step, micro_batch):
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, H]
@@ -227,6 +229,7 @@ def build_stage(spec: RunSpec, index: int, model_path: str | Path, device: Devic
         start=plan.start,
         end=plan.end,
         num_layers=spec.num_hidden_layers,
+        dtype=DTYPES[dtype_name],
         device=device,
         seed=spec.seed,
         recompute=spec.loop.recompute,

@@ -10,7 +10,7 @@ import torch
 
 from hetero import registry, store
 from hetero.adapters import save_adapter
-from hetero.errors import PeerError
+from hetero.errors import PeerError, show_address
 from hetero.folders import models_cache
 from hetero.member import Member
 from hetero.runtime import step_plan_of
@@ -56,6 +56,7 @@ def serve(
         work_on(session, worker, outputs / f"worker-{port}", allow_targets)
 
     server = WorkerServer(listener, make_transport)
+    log.info("listening on %s (Ctrl-C ends)", show_address(host, port))
     if announce is not None:
         announce(host, port)
     return server.serve(work, once=worker.once)

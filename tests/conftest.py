@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Worker, worker, write_jsonl
 
 from hetero.data import Example
 from hetero.families import FAMILIES
@@ -68,6 +69,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def rows() -> list[Example]:
     """12 rows of 5 to 26 tokens whose first tokens are partly not trained."""
     return make_rows((5, 17, 9, 26, 12, 3, 24, 8, 21, 6, 11, 19))
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
+    """Two workers on the loopback address that stay up; whoever borrows them leaves them idle."""
+    outputs = tmp_path_factory.mktemp("workers")
+    with worker(outputs) as first, worker(outputs) as second:
+        yield first, second
+
+
+@pytest.fixture(scope="session")
+def rows_file(rows: list[Example], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows as a file of tokenised JSON lines."""
+    lines = [{"input_ids": row.input_ids, "labels": row.labels} for row in rows]
+    return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", lines)
 
 
 def make_rows(lengths: tuple[int, ...], seed: int = 7) -> list[Example]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import threading
 import time
@@ -92,7 +93,7 @@ def feed(reader: Any, raw: bytes, cuts: Iterable[int] = ()) -> list[Frame]:
     connection = not isinstance(reader, FrameReader)
     frames: list[Frame] = []
     edges = [0, *sorted(cuts), len(raw)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         while start < end:
             room = reader.receive_buffer() if connection else reader.buffer()
             assert room.nbytes > 0

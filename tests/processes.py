@@ -173,6 +173,7 @@ class Worker:
     running: Running
     host: str
     port: int
+    outputs: Path
 
     def entry(self, name: str) -> str:
         """The worker in `hardware.workers=[...]`."""
@@ -195,7 +196,7 @@ def worker(outputs: Path, *args: str, port: int = 0, **options: Any) -> Iterator
     """Lends a worker that listens on a port of the system's choice."""
     with started("worker", f"worker.port={port}", f"outputs={outputs}", *args, **options) as running:
         found = running.wait_for(r"listening on (\S+):(\d+) ")
-        yield Worker(running, found[1].strip("[]"), int(found[2]))
+        yield Worker(running, found[1].strip("[]"), int(found[2]), outputs)
 
 
 def hardware(*workers: Worker) -> list[str]:
@@ -257,3 +258,16 @@ def refuses_connections(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.settimeout(END_S)
         return probe.connect_ex((host, port)) != 0
+
+
+def composed(*overrides: str, config_name: str = "config") -> dict[str, Any]:
+    """The plain data that a script gets for these overrides."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from hetero.config import CONF_DIR, root
+
+    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        raw: Any = OmegaConf.to_container(compose(config_name, list(overrides)), resolve=True)
+    return raw  # type: ignore[no-any-return]

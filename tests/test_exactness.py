@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from conftest import LAYERS, MODEL_NAMES, Tiny, make_rows
 from pipeline import Outcome, build_stages, lively, make_spec, run_pipeline, run_stages, same_bits
 from reference import Reference, run_reference
 
-from hetero import data
+from hetero import data, store
 from hetero.data import Example, MicroBatch
 from hetero.families import FAMILIES
 from hetero.keys import key64
@@ -398,3 +399,55 @@ def test_keys_of_draws_are_distinct() -> None:
     keys = {key64(7, "dropout", step, m, layer) for step in range(9) for m in range(9) for layer in [*range(9), "head"]}
     assert len(keys) == 9 * 9 * 10
     assert all(0 <= key < 2**63 for key in keys)
+
+
+# ---- a real model
+
+
+@pytest.fixture(scope="session")
+def smol() -> Path:
+    folder = store.fetched_folder("HuggingFaceTB/SmolLM2-135M-Instruct")
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip("needs SmolLM2-135M: python -m hetero.models fetch smollm2_135m")
+    return folder
+
+
+def tokenised(folder: Path, texts: Sequence[str]) -> list[Example]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = [tuple(tokenizer(text).input_ids) for text in texts]
+    return [Example(row, ids, ids) for row, ids in enumerate(encoded)]
+
+
+@pytest.mark.smol
+def test_smol_two_rows_weigh_by_their_labels(smol: Path) -> None:
+    """N01: row losses 4.38463 (1 label) and 1.21100 (60 labels) give 1.26303, not the mean of means 2.79782."""
+    rows = tokenised(smol, ["Hi.", "The quick brown fox jumps over the lazy dog. " * 6])
+    assert [len(row.input_ids) - 1 for row in rows] == [1, 60]
+    outcomes = []
+    for microbatch_size in (1, 2):
+        spec = make_spec(smol, (15,), microbatch_size=microbatch_size, lr=0.0)
+        outcomes.append(run_pipeline(spec, smol, cut([rows, rows[:1], rows[1:]], microbatch_size)))
+        assert outcomes[-1].losses == pytest.approx([1.26303, 4.38463, 1.21100], abs=1e-3)
+    assert_same_gradients(outcomes[0].grads, outcomes[1].grads)
+
+
+@pytest.mark.smol
+@pytest.mark.slow
+def test_smol_steps_are_those_of_one_process(smol: Path) -> None:
+    """M01: the tied head is right from step 0 on (a random one gives 10.80), with 2 and 3 stages; N06 between them."""
+    texts = ["Hi.", "What is the capital of France? Paris.", "One, two, three, four, five.", "The fox is quick."]
+    rows = tokenised(smol, texts)
+    steps = [rows[:2], rows[2:], rows[1:3]]
+    outcomes = []
+    for cuts in ((15,), (7, 20)):
+        spec = make_spec(smol, cuts, microbatch_size=2)
+        outcomes.append(run_pipeline(spec, smol, cut(steps, 2)))
+        assert outcomes[-1].losses[0] < 6
+        assert same_bits(outcomes[-1], outcomes[0])
+    reference = run_reference(smol, steps, lora=QV, initial=outcomes[0].initial)
+    assert outcomes[0].losses == pytest.approx(reference.losses, abs=1e-4)
+    assert outcomes[0].losses[0] == pytest.approx(reference.losses[0], abs=1e-5)
+    assert outcomes[0].norms == pytest.approx(reference.norms, rel=1e-4)
+    assert_same_gradients(outcomes[0].grads[:1], reference.grads[:1])

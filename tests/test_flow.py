@@ -104,7 +104,7 @@ def test_forward_with_any_riders_is_admitted(riders: list[TensorEntry]) -> None:
 
 
 def test_every_rider_has_a_test_here() -> None:
-    assert {"labels": "int64", "position_ids": "int64", "attention_mask": "bool"} == RIDERS
+    assert {entry.name: entry.dtype for entry in (LABELS, POSITIONS, MASK)} == RIDERS
 
 
 @pytest.mark.parametrize(

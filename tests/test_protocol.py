@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,7 +201,5 @@ def test_any_sequence_of_frames_only_raises_the_protocol_s_error(
     side: tuple[str, bool], types: list[FrameType], junk: bytes
 ) -> None:
     ends = open_pair(side[0])
-    try:
+    with contextlib.suppress(RemoteProtocolError):
         feed(ends[side[1]], b"".join(map(raw_frame, types)) + junk)
-    except RemoteProtocolError:
-        pass

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MAX_BUFFERS_A_CALL = 64
 LATE_LOOP_S = 5.0  # this thread itself slept (suspend, swap): peers get a full new deadline
 FLUSH_S = 2.0
+TELL_S = 0.5  # for an ERROR to a peer that broke the protocol
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class SocketLink:
             parts = told or (self._closing and self._flush)
         if parts:
             with contextlib.suppress(OSError):
-                self._part()
+                self._part(TELL_S if told else FLUSH_S)
         with self._lock:
             self._queue = deque()
             self.connection.state = ConnectionState.CLOSED
@@ -233,13 +234,13 @@ class SocketLink:
             return False
         return True
 
-    def _part(self) -> None:
-        """Sends what is queued, then drops what comes until the peer has closed as well; FLUSH_S at most.
+    def _part(self, limit_s: float) -> None:
+        """Sends what is queued, then drops what comes until the peer has closed as well; `limit_s` at most.
 
         A socket that is closed while bytes come in resets the connection (RFC 2525, section 2.17), and what the
         kernel has not sent yet, the ERROR last of all, is lost.
         """
-        until = time.monotonic() + FLUSH_S
+        until = time.monotonic() + limit_s
         scrap = bytearray(1 << 16)
         heard_all = said_all = False
         with selectors.DefaultSelector() as selector:

@@ -107,11 +107,11 @@ class Ours:
         self._link.connection.flow = flow  # a new one, since no gradients come back that would end the step
         self._step += 1
         self._labels = torch.zeros(1, length, dtype=torch.int64)
-        if self._is_sender:
-            header = Step(step=self._step, label_tokens=1)
-            self._link.send(FrameType.STEP, header, [memoryview(pack_shapes([(1, length)] * count))])
+        self._shapes = pack_shapes([(1, length)] * count)
 
     def send(self, index: int, tensor: torch.Tensor) -> None:
+        if index == 0:  # not in `begin`, since the receiver may not have its flow then
+            self._link.send(FrameType.STEP, Step(step=self._step, label_tokens=1), [memoryview(self._shapes)])
         entries, payload = pack({"hidden": tensor, "labels": self._labels})
         self._link.send(FrameType.FORWARD, Tensors(step=self._step, micro_batch=index, tensors=entries), payload)
 
