@@ -32,9 +32,10 @@ from hetero.wire.headers import (
 
 @dataclass(frozen=True)
 class Joined:
-    """Every worker answered; stage -> its WELCOME."""
+    """Every worker answered; stage -> its WELCOME and the fingerprint of its base model, JSON."""
 
     welcomes: dict[int, Welcome]
+    models: dict[int, memoryview]
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class CoordinatorControl:
     phase: Phase = Phase.JOIN
     step: int | None = None
     _welcomes: dict[int, Welcome] = field(default_factory=dict)
+    _models: dict[int, memoryview] = field(default_factory=dict)
     _synced: dict[int, Synced] = field(default_factory=dict)
     _ready: dict[int, Ready] = field(default_factory=dict)
     _norms: dict[int, memoryview] = field(default_factory=dict)
@@ -210,8 +212,8 @@ class CoordinatorControl:
             self._expect_remote(Phase.JOIN, frame)
             if stage in self._welcomes:
                 raise RemoteProtocolError("WELCOME must come once")
-            self._welcomes[stage] = header
-            return [Notify(Joined(self._welcomes))] if len(self._welcomes) == len(self.peers) else []
+            self._welcomes[stage], self._models[stage] = header, frame.payload
+            return [Notify(Joined(self._welcomes, self._models))] if len(self._welcomes) == len(self.peers) else []
         if isinstance(header, Synced):
             return self._on_synced(stage, frame, header)
         if isinstance(header, Ready):
@@ -293,6 +295,12 @@ def judge_hello(current: Membership | None, hello: Hello, *, link_taken: bool) -
         return Reject(reason=f"a worker's stage is 1 or more, got {hello.stage}", permanent=True)
     if current is None or (hello.run_id == current.run_id and hello.epoch > current.epoch):
         return None
+    if hello.run_id == current.run_id and hello.epoch == current.epoch:
+        reason = (
+            f"this worker is stage {current.stage} of this run already, and cannot be stage {hello.stage} too: "
+            "hardware.workers must list each worker once"
+        )
+        return Reject(reason=reason, permanent=True)
     if hello.run_id == current.run_id:
         return Reject(reason=f"epoch {hello.epoch} is over, this is epoch {current.epoch}", permanent=True)
     return Reject(reason=f"busy with another run ({current.run_id})", permanent=False)

@@ -20,14 +20,18 @@ from hetero import adapters, data, models, registry, store
 from hetero import device as devices
 from hetero.console import StepProgress
 from hetero.errors import ConfigError
+from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.loop import Training
 from hetero.member import Member
 from hetero.resolve import ResolvedRun
+from hetero.roles import is_here, own_names
+from hetero.secret import new_secret, secret_of_this_machine
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec, WorkerEntry
+from hetero.transport.identity import identity_of
 from hetero.versions import versions
 from hetero.work import make_transport_of
 
@@ -71,7 +75,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
     _check_device(resolved)
     with contextlib.ExitStack() as stack:
         loggers = _loggers(resolved, run_dir)
-        launched = _launch(resolved, run_dir, outputs, stack)
+        secret = _secret(resolved)
+        launched = _launch(resolved, run_dir, outputs, secret, stack)
         prepared = _prepare(resolved)
         total_steps = _total_steps(resolved, len(prepared.data_set.examples))
         workers = launched.addresses() if launched is not None else None
@@ -85,7 +90,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
                 run_id=run_id,
                 epoch=1,
                 inbox=Inbox(),
-                transport=make_transport_of(spec, config.allow_targets),
+                transport=make_transport_of(spec, config.allow_targets, identity_of(secret)),
                 instance=uuid.uuid4().hex,
             )
             with _ending(session):
@@ -173,7 +178,7 @@ def _assemble(
 ) -> Member:
     """Joins the workers, builds stage 0 while they build theirs, and links up."""
     spec = session.spec
-    session.join()
+    session.join(fingerprint(prepared.model_path) if isinstance(prepared.model_path, Path) else {})
     session.sync(
         0,
         {
@@ -215,7 +220,29 @@ def _total_steps(resolved: ResolvedRun, num_examples: int) -> int:
     return loop.epochs * data.steps_per_epoch(num_examples, loop.batch_size)
 
 
-def _launch(resolved: ResolvedRun, run_dir: Path, outputs: Path, stack: contextlib.ExitStack) -> LocalWorkers | None:
+def _secret(resolved: ResolvedRun) -> bytes:
+    """A fresh secret for processes that this one starts; otherwise that of this machine, or of its paired group.
+
+    Raises:
+        ConfigError: a worker is on another machine and this one is not paired.
+    """
+    hardware = resolved.config.hardware
+    if hardware.launch == "local":
+        return new_secret()
+    secret, paired = secret_of_this_machine()
+    names = own_names()
+    for index, worker in enumerate(hardware.workers):
+        if not paired and not is_here(worker.host, names):
+            raise ConfigError(
+                f"hardware.workers[{index}].host is another machine, {worker.host!r}, and this one is not paired: "
+                "python -m hetero.pair here, python -m hetero.pair join there, then start the worker there"
+            )
+    return secret
+
+
+def _launch(
+    resolved: ResolvedRun, run_dir: Path, outputs: Path, secret: bytes, stack: contextlib.ExitStack
+) -> LocalWorkers | None:
     """Starts local workers where the hardware says so; shares this machine's cores among all processes."""
     if resolved.config.hardware.launch != "local" or not resolved.workers:
         return None
@@ -230,6 +257,7 @@ def _launch(resolved: ResolvedRun, run_dir: Path, outputs: Path, stack: contextl
             threads=threads,
             outputs=outputs,
             log_dir=run_dir,
+            secret=secret,
             allow_targets=resolved.config.allow_targets,
         )
     )

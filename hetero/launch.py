@@ -38,6 +38,7 @@ class LocalWorkers:
         threads: torch threads of each.
         outputs: where they keep what they keep.
         log_dir: gets `worker-<stage>.log`.
+        secret: of this run's processes; goes through the pipe and nowhere else.
         allow_targets: the coordinator's additions to the allow list, which they share.
     """
 
@@ -49,6 +50,7 @@ class LocalWorkers:
         threads: int,
         outputs: Path,
         log_dir: Path,
+        secret: bytes,
         allow_targets: Sequence[str] = (),
     ) -> None:
         self._entries, self._log_dir = entries, log_dir
@@ -66,6 +68,7 @@ class LocalWorkers:
                 ),
                 "outputs": str(outputs),
                 "allow_targets": list(allow_targets),
+                "secret": secret.hex(),
             }
             for entry in entries
         ]
@@ -164,6 +167,7 @@ def main() -> int:
             worker,
             outputs=Path(settings["outputs"]),
             allow_targets=settings["allow_targets"],
+            secret=bytes.fromhex(settings["secret"]),
             announce=announce,
         )
     except ConfigError as exc:

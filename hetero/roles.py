@@ -10,7 +10,7 @@ import psutil
 
 from hetero.errors import ConfigError, show_address
 from hetero.spec import Config, WorkerEntry, WorkerSpec
-from hetero.transport.tcp import bare_host
+from hetero.transport.addresses import bare_host
 
 
 def worker_here(config: Config) -> WorkerSpec | None:

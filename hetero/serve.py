@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 
@@ -13,9 +15,9 @@ from hetero.errors import ConfigError, HeteroError, PeerError
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, named, pass_on
 from hetero.spec import RunSpec
+from hetero.transport.identity import Identity
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport, tune
-from hetero.versions import versions
 from hetero.wire.headers import (
     Fault,
     FrameType,
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 MAX_WAITING = 32  # connections that have not said HELLO yet
+MAX_WAITING_AN_ADDRESS = 8
+SAY_AGAIN_S = 10.0
 
 
 Work = Callable[[WorkerSession], None]
@@ -41,6 +45,7 @@ class WorkerServer:
     Args:
         listener: bound and listening; this object owns it.
         make_transport: the transport of a run, from its spec.
+        identity: of this process; whoever has another gets no further than the handshake.
         commands: functions for messages that coordinators send.
     """
 
@@ -48,6 +53,7 @@ class WorkerServer:
         self,
         listener: socket.socket,
         make_transport: Callable[[RunSpec], TcpTransport],
+        identity: Identity,
         commands: CommandTable | None = None,
     ) -> None:
         self._listener, self._make_transport = listener, make_transport
@@ -57,8 +63,10 @@ class WorkerServer:
         self._lock = threading.RLock()
         self._current: WorkerSession | None = None
         self._waiting: set[Link] = set()
-        self._default = TcpTransport()
+        self._default = TcpTransport(identity=identity)
         self._stopping = False
+        self._strangers = 0
+        self._said_at = -math.inf
 
     def serve(self, work: Work, *, once: bool = False) -> bool:
         """Runs session after session until interrupted; with `once` ends after the first.
@@ -122,7 +130,8 @@ class WorkerServer:
             except OSError:
                 return
             with self._lock:
-                if len(self._waiting) >= MAX_WAITING or self._stopping:
+                from_there = sum(link.name == str(address[0]) for link in self._waiting)
+                if len(self._waiting) >= MAX_WAITING or from_there >= MAX_WAITING_AN_ADDRESS or self._stopping:
                     sock.close()
                     continue
                 tune(sock)
@@ -140,7 +149,7 @@ class WorkerServer:
             if isinstance(event, Closed):
                 if link in self._waiting:
                     self._waiting.discard(link)
-                    log.warning("a connection from %s ended before HELLO: %s", link.name, event.error)
+                    self._tell_of_stranger(link.name, event.error)
                     return
                 self._on_session_event(event)
                 return
@@ -159,6 +168,14 @@ class WorkerServer:
                 link.send(FrameType.REJECT, rejection)
                 link.close()
 
+    def _tell_of_stranger(self, name: str, error: HeteroError | None) -> None:
+        """Says that a connection ended before HELLO; of many, now and then one with their number."""
+        self._strangers += 1
+        now = time.monotonic()
+        if now - self._said_at >= SAY_AGAIN_S:
+            log.warning("a connection from %s (of %d lately) ended before HELLO: %s", name, self._strangers, error)
+            self._said_at, self._strangers = now, 0
+
     def _admit(self, link: Link, hello: Hello, payload: memoryview) -> Reject | None:
         """Gives a connection its place; the reason if it gets none."""
         current = self._current
@@ -166,12 +183,11 @@ class WorkerServer:
         rejection = judge_hello(current.member if current else None, hello, link_taken=taken)
         if rejection is not None:
             return rejection
-        welcome = Welcome(instance=self._instance, versions=versions())
         if hello.purpose == "link":
             assert current is not None
             link.connection.flow = flow_at_boundary(current.spec, hello.stage - 1)
             link.set_silence(current.transport.io_timeout_s)
-            link.send(FrameType.WELCOME, welcome)
+            link.send(FrameType.WELCOME, Welcome(instance=self._instance, versions={}))
             current.adopt(link)
             return None
         spec = RunSpec.from_json(bytes(payload))
@@ -189,7 +205,6 @@ class WorkerServer:
             self._instance,
         )
         link.set_silence(session.transport.io_timeout_s)
-        link.send(FrameType.WELCOME, welcome)
         self._current = session
         self._sessions.put(session)
         return None

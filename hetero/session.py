@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetero.agreement import disagreement, read_model
 from hetero.control import (
     Action,
     AllSynced,
@@ -85,11 +86,14 @@ class CoordinatorSession:
 
     # --- joining -----------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
+    def join(self, model: dict[str, str] | None = None) -> None:
         """Connects to every worker and waits for their WELCOMEs; any start order within connect_timeout_s.
 
+        Args:
+            model: fingerprint of this machine's base model.
+
         Raises:
-            PeerError: a worker cannot be reached, or refuses.
+            PeerError: a worker cannot be reached, refuses, or is about to run something else.
         """
         if not self._workers:
             return
@@ -114,6 +118,9 @@ class CoordinatorSession:
             time.sleep(RETRY_BUSY_S)
             self._dial(event.stage, give_up_at)
         for stage, welcome in event.welcomes.items():
+            theirs = read_model(event.models[stage])
+            if reason := disagreement(self.spec.digest(), model or {}, welcome, theirs):
+                raise self._workers[stage].peer.error(reason)
             if other := differences(versions(), welcome.versions):
                 log.warning("versions differ from those of stage %d (here / there): %s", stage, ", ".join(other))
 

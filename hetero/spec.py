@@ -191,6 +191,8 @@ class WorkerSpec(Struct, frozen=True, forbid_unknown_fields=True):
     models_dir: str | None = None
     once: bool = False
     threads: AtLeast1 | None = None
+    allow_any_address: bool = False
+    allow_public_address: bool = False
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,13 +10,17 @@ import torch
 
 from hetero import registry, store
 from hetero.adapters import save_adapter
+from hetero.agreement import shapes_digest
 from hetero.errors import PeerError, show_address
+from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
 from hetero.member import Member
 from hetero.runtime import step_plan_of
+from hetero.secret import secret_of_this_machine
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
 from hetero.transport import tcp
+from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Gather, Synced
@@ -33,6 +37,7 @@ def serve(
     *,
     outputs: Path,
     allow_targets: Sequence[str] = (),
+    secret: bytes | None = None,
     announce: Callable[[str, int], None] | None = None,
 ) -> bool:
     """Listens and serves run after run until interrupted.
@@ -41,28 +46,37 @@ def serve(
         worker: what this machine's configuration says.
         outputs: where the worker keeps its latest part of an adapter.
         allow_targets: this machine's additions to the allow list.
+        secret: of the group that may connect; this machine's own, or that of its paired group, if None.
         announce: called with the bound host and port once it listens.
 
     Raises:
         ConfigError: it cannot listen where it should.
     """
-    listener = tcp.listen(worker.host, DEFAULT_PORT if worker.port is None else worker.port)
+    secret, paired = secret_of_this_machine() if secret is None else (secret, False)
+    identity = identity_of(secret)
+    listener = tcp.listen(
+        worker.host,
+        DEFAULT_PORT if worker.port is None else worker.port,
+        paired=paired,
+        allow_any=worker.allow_any_address,
+        allow_public=worker.allow_public_address,
+    )
     host, port = listener.getsockname()[:2]
 
     def make_transport(spec: RunSpec) -> TcpTransport:
-        return make_transport_of(spec, allow_targets)
+        return make_transport_of(spec, allow_targets, identity)
 
     def work(session: WorkerSession) -> None:
         work_on(session, worker, outputs / f"worker-{port}", allow_targets)
 
-    server = WorkerServer(listener, make_transport)
+    server = WorkerServer(listener, make_transport, identity)
     log.info("listening on %s (Ctrl-C ends)", show_address(host, port))
     if announce is not None:
         announce(host, port)
     return server.serve(work, once=worker.once)
 
 
-def make_transport_of(spec: RunSpec, allow_targets: Sequence[str]) -> TcpTransport:
+def make_transport_of(spec: RunSpec, allow_targets: Sequence[str], identity: Identity) -> TcpTransport:
     """The transport object of a spec."""
     t = spec.transport
     build = registry.build("transport", t.target, allow_targets)
@@ -72,6 +86,7 @@ def make_transport_of(spec: RunSpec, allow_targets: Sequence[str]) -> TcpTranspo
         io_timeout_s=t.io_timeout_s,
         wire_dtype=t.wire_dtype,
         max_frame_bytes=t.max_frame_bytes,
+        identity=identity,
     )
 
 
@@ -95,11 +110,13 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
         HeteroError: a fault.
     """
     spec, index = session.spec, session.member.stage
+    model_path = locate_model(spec, worker.models_dir)
+    session.welcome(fingerprint(model_path) if isinstance(model_path, Path) else {})
     sync, tensors = session.wait_sync()
     member = Member(
         spec,
         index,
-        model_path=locate_model(spec, worker.models_dir),
+        model_path=model_path,
         device_name=_device_of(spec, index, worker),
         allow_targets=allow_targets,
         inbox=session.inbox,
@@ -116,6 +133,7 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
         dtype=NAMES[stage.dtype],
         trained=sum(p.numel() for p in stage.trained.values()),
         memory_bytes=stage.device.memory_bytes(),
+        adapter=shapes_digest({key: list(p.shape) for key, p in stage.trained.items()}),
     )
     session.send(FrameType.SYNCED, synced)
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from hetero.spec import RunSpec
 from hetero.state import StateAssembler
 from hetero.transport.link import Link, Received
 from hetero.transport.tcp import TcpTransport
+from hetero.versions import versions
 from hetero.wire.headers import (
     Apply,
     Fault,
@@ -30,6 +32,7 @@ from hetero.wire.headers import (
     Step,
     Sync,
     TensorEntry,
+    Welcome,
 )
 from hetero.wire.tensors import state_frames
 
@@ -63,6 +66,11 @@ class WorkerSession:
     upstream: Link | None = None
     downstream: Link | None = None
     _upstream_there: threading.Event = field(default_factory=threading.Event)
+
+    def welcome(self, model: dict[str, str]) -> None:
+        """Takes part in the run, with the fingerprint of this machine's base model (empty: it is not here yet)."""
+        header = Welcome(instance=self.instance, versions=versions(), digest=self.spec.digest())
+        self.control.send(FrameType.WELCOME, header, [memoryview(json.dumps(model).encode())])
 
     def wait_sync(self) -> tuple[Sync, dict[str, torch.Tensor]]:
         """The coordinator's SYNC with its tensors."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
+from hetero.transport.channel import Channel
 from hetero.wire.frames import Frame
 from hetero.wire.headers import Fault, FrameType, Header, Heartbeat
 from hetero.wire.protocol import Connection, ConnectionState
@@ -81,7 +82,7 @@ class SocketLink:
     """A `Link` over a connected stream socket.
 
     Args:
-        sock: connected; this object owns it.
+        channel: the bytes of a connected socket; this object owns it.
         connection: the protocol's state for it.
         deliver: called on the I/O thread with each frame (heartbeats excepted) and once at the end.
         name: the peer, for messages.
@@ -89,17 +90,18 @@ class SocketLink:
     """
 
     def __init__(
-        self, sock: socket.socket, connection: Connection, *, deliver: Deliver, name: str, silence_s: float
+        self, channel: Channel, connection: Connection, *, deliver: Deliver, name: str, silence_s: float
     ) -> None:
         self.connection, self.name = connection, name
-        self._socket, self._deliver, self._silence_s = sock, deliver, silence_s
+        self._channel, self._socket = channel, channel.socket
+        self._deliver, self._silence_s = deliver, silence_s
         self._lock = threading.Lock()  # guards connection, queue and the wake sockets' life
         self._queue: deque[memoryview] = deque()
         self._sent = 0
         self._closing = self._flush = False  # close() was called, and how
         self._ended = False  # nothing is queued any more
         self._wake_receiver, self._wake_sender = socket.socketpair()
-        for end in (self._socket, self._wake_receiver, self._wake_sender):
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"io {name}", daemon=True)
 
@@ -184,7 +186,23 @@ class SocketLink:
             self._close_sockets()
         self._deliver(Closed(self, error))
 
+    def _shake_hands(self) -> bool:
+        """Opens the channel within the time that a peer may be silent; False where this side closed meanwhile."""
+        until = time.monotonic() + self._silence_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while (to_write := self._channel.handshake()) is not None:
+                if self._closing:
+                    return False
+                if (left := until - time.monotonic()) <= 0:
+                    raise PeerError(f"no handshake within {self._silence_s:g} s")
+                selector.modify(self._socket, selectors.EVENT_WRITE if to_write else selectors.EVENT_READ)
+                selector.select(min(left, 0.2))  # not longer, to notice a close
+        return True
+
     def _serve(self) -> None:
+        if not self._shake_hands():
+            return
         started = last_heard = last_beat = last_round = time.monotonic()
         beat_number = 0
         with selectors.DefaultSelector() as selector:
@@ -197,7 +215,7 @@ class SocketLink:
                     selector.modify(self._socket, wanted)
                     watched = wanted
                 beat_s = min(2.0, self._silence_s / 4)
-                pause_s = max(0.0, last_beat + beat_s - time.monotonic())
+                pause_s = 0.0 if self._channel.pending() else max(0.0, last_beat + beat_s - time.monotonic())
                 ready = {key.fileobj: mask for key, mask in selector.select(pause_s)}
                 now = time.monotonic()
                 if now - last_round > LATE_LOOP_S:
@@ -209,7 +227,7 @@ class SocketLink:
                 if self._closing:
                     return
                 mask = ready.get(self._socket, 0)
-                if mask & selectors.EVENT_READ and self._receive():
+                if (mask & selectors.EVENT_READ or self._channel.pending()) and self._receive():
                     last_heard = time.monotonic()
                 if self._queue:
                     self._send_or_hear_why()
@@ -241,7 +259,7 @@ class SocketLink:
         kernel has not sent yet, the ERROR last of all, is lost.
         """
         until = time.monotonic() + limit_s
-        scrap = bytearray(1 << 16)
+        scrap = memoryview(bytearray(1 << 16))
         heard_all = said_all = False
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
@@ -255,10 +273,9 @@ class SocketLink:
                 if self._queue:
                     self._send_queued()
                 elif not said_all:
-                    self._socket.shutdown(socket.SHUT_WR)
+                    self._channel.end_sending()
                     said_all = True
-                with contextlib.suppress(BlockingIOError):
-                    heard_all = heard_all or self._socket.recv_into(scrap) == 0
+                heard_all = heard_all or self._channel.receive_into(scrap) == 0
 
     def _send_or_hear_why(self) -> None:
         """Sends; where that fails, first takes what the peer said before it went."""
@@ -278,9 +295,8 @@ class SocketLink:
         """
         heard = False
         for _ in range(MAX_BUFFERS_A_CALL):
-            try:
-                count = self._socket.recv_into(self.connection.receive_buffer())
-            except BlockingIOError:
+            count = self._channel.receive_into(self.connection.receive_buffer())
+            if count is None:
                 return heard
             if count == 0:
                 self.connection.received_eof()
@@ -293,15 +309,14 @@ class SocketLink:
         return heard
 
     def _send_queued(self) -> None:
-        """Gives the network as much of the queue as it takes now."""
-        while self._queue:
+        """Gives the network of the queue what it takes now; in turns, so that receiving has its share."""
+        for _ in range(MAX_BUFFERS_A_CALL):
             with self._lock:
                 buffers = [self._queue[i] for i in range(min(len(self._queue), MAX_BUFFERS_A_CALL))]
             if not buffers:
                 return
-            try:
-                count = self._socket.sendmsg(buffers)
-            except BlockingIOError:
+            count = self._channel.send(buffers)
+            if not count:
                 return
             self._sent += count
             with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+from hetero.transport.channel import PlainChannel
 from hetero.transport.link import Deliver, SocketLink
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Hello, Welcome
@@ -21,9 +22,18 @@ def link_pair(
         purpose: `link` or `control`.
     """
     left, right = socket.socketpair()
-    dialler = transport.link(left, dialler=True, deliver=deliver_up, name="next", silence_s=transport.io_timeout_s)
-    listener = transport.link(
-        right, dialler=False, deliver=deliver_down, name="previous", silence_s=transport.io_timeout_s
+    dialler, listener = (
+        SocketLink(
+            PlainChannel(sock),
+            transport.connection(dialler=is_dialler),
+            deliver=deliver,
+            name=name,
+            silence_s=transport.io_timeout_s,
+        )
+        for sock, is_dialler, deliver, name in (
+            (left, True, deliver_up, "next"),
+            (right, False, deliver_down, "previous"),
+        )
     )
     hello = Hello(purpose=purpose, run_id="loopback", epoch=0, stage=0, instance="loopback", versions={})  # type: ignore[arg-type]
     _hand_over(listener, dialler.connection.send(FrameType.HELLO, hello))

@@ -1,17 +1,18 @@
 """TCP: listening, dialling, and links over the sockets that come of it.
 
-Until machines authenticate each other a worker listens on loopback addresses only. The sockets are wrapped in one
-place, `TcpTransport.link`, where an authenticated channel will take its seat.
+Sockets become links in one place, `TcpTransport.link`, and there they are encrypted and both sides prove who they are.
 """
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
 
-from hetero.errors import ConfigError, PeerError, show_address
+from hetero.errors import ConfigError, LocalProtocolError, PeerError, show_address
+from hetero.transport.addresses import LOOPBACK, bare_host, check_bind, default_address, parse
+from hetero.transport.channel import TlsChannel
+from hetero.transport.identity import Identity
 from hetero.transport.link import Deliver, SocketLink
 from hetero.wire.protocol import Connection
 from hetero.wire.tensors import BufferPool
@@ -27,6 +28,7 @@ class TcpTransport:
         connect_timeout_s: how long dialling goes on until the other side listens.
         io_timeout_s: how long a peer may be silent.
         wire_dtype: dtype of hidden states and gradients between stages; resolved into the plan before.
+        identity: of this process in its group; without one nothing can be dialled or accepted.
         max_frame_bytes: limit of one tensor frame.
     """
 
@@ -37,16 +39,28 @@ class TcpTransport:
         io_timeout_s: float = 15.0,
         wire_dtype: str = "auto",
         max_frame_bytes: int = 1 << 30,
+        identity: Identity | None = None,
     ) -> None:
         self.topology, self.wire_dtype = topology, wire_dtype
         self.connect_timeout_s, self.io_timeout_s = connect_timeout_s, io_timeout_s
         self.max_frame_bytes = max_frame_bytes
+        self.identity = identity
         self._pool = BufferPool()
 
     def link(self, sock: socket.socket, *, dialler: bool, deliver: Deliver, name: str, silence_s: float) -> SocketLink:
-        """A link over a connected socket, not started yet."""
-        connection = Connection(dialler=dialler, allocate=self._pool.take, max_frame_bytes=self.max_frame_bytes)
-        return SocketLink(sock, connection, deliver=deliver, name=name, silence_s=silence_s)
+        """A link over a connected socket, encrypted and between members of one group only; not started yet.
+
+        Raises:
+            LocalProtocolError: this transport has no identity.
+        """
+        if self.identity is None:
+            raise LocalProtocolError("a connection between processes needs an identity; there is no plaintext mode")
+        channel = TlsChannel(sock, self.identity, dialler=dialler)
+        return SocketLink(channel, self.connection(dialler=dialler), deliver=deliver, name=name, silence_s=silence_s)
+
+    def connection(self, *, dialler: bool) -> Connection:
+        """A connection's protocol state with this transport's limits and buffers."""
+        return Connection(dialler=dialler, allocate=self._pool.take, max_frame_bytes=self.max_frame_bytes)
 
     def dial(self, host: str, port: int, *, stage: int, give_up_at: float | None = None) -> socket.socket:
         """Connects, again and again while the other side does not listen yet.
@@ -81,26 +95,27 @@ class TcpTransport:
         return sock
 
 
-def listen(host: str | None, port: int) -> socket.socket:
-    """A listening socket on a loopback address.
+def listen(
+    host: str | None, port: int, *, paired: bool = False, allow_any: bool = False, allow_public: bool = False
+) -> socket.socket:
+    """A listening socket, on an address that a worker may listen on.
 
     Args:
-        host: the address or name to bind; None is 127.0.0.1.
+        host: the address or name to bind; None is 127.0.0.1, and once paired the address of the default route.
         port: 0 lets the system choose.
+        paired: this machine has the secret of a group.
+        allow_any: `worker.allow_any_address`.
+        allow_public: `worker.allow_public_address`.
 
     Raises:
-        ConfigError: the address is not a loopback address, or the port is taken.
+        ConfigError: the address must not be listened on, or the port is taken.
     """
-    asked = bare_host(host or "127.0.0.1")
+    asked = bare_host(host or (default_address() if paired else LOOPBACK))
     try:
         family, _, _, _, address = socket.getaddrinfo(asked, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as exc:
         raise ConfigError(f"worker.host must be an address of this machine, got {host!r} ({exc})") from None
-    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError(
-            f"worker.host must be a loopback address such as 127.0.0.1 or ::1, got {host!r}: connections between "
-            "machines are not authenticated yet, so a worker does not listen to the network"
-        )
+    check_bind(asked, parse(str(address[0])), paired=paired, allow_any=allow_any, allow_public=allow_public)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,11 +151,6 @@ def tune(sock: socket.socket) -> None:
     }.items():
         if option := getattr(socket, name, None):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def bare_host(host: str) -> str:
-    """A host without the brackets that IPv6 addresses wear in front of a port."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _reason(exc: OSError) -> str:

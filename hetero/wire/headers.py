@@ -86,10 +86,15 @@ class Hello(Header, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(Header, frozen=True, forbid_unknown_fields=True):
-    """The listener takes part."""
+    """The listener takes part.
+
+    On a control, `digest` is that of the spec as the listener understood it, and the payload is JSON: the fingerprint
+    of the listener's base model, part -> digest, empty where the model is not there yet.
+    """
 
     instance: Identifier
     versions: Annotated[dict[Key, Key], Meta(max_length=16)]
+    digest: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Reject(Header, frozen=True, forbid_unknown_fields=True):
@@ -108,13 +113,17 @@ class Sync(Header, frozen=True, forbid_unknown_fields=True):
 
 
 class Synced(Header, frozen=True, forbid_unknown_fields=True):
-    """The stage is built, linked to its neighbours, and holds the state."""
+    """The stage is built, linked to its neighbours, and holds the state.
+
+    `adapter` is the digest of names and shapes of its trained tensors.
+    """
 
     epoch: Count
     device: Key
     dtype: Key
     trained: Count
     memory_bytes: Count
+    adapter: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Step(Header, frozen=True, forbid_unknown_fields=True):
@@ -218,6 +227,7 @@ HEADERS: dict[FrameType, type[Header]] = {
 # Payload limits by type; tensor frames are limited by transport.max_frame_bytes and by what the plan implies.
 MAX_PAYLOAD_BYTES: dict[FrameType, int] = dict.fromkeys(FrameType, 0) | {
     FrameType.HELLO: 64 * 1024,
+    FrameType.WELCOME: 64 * 1024,
     FrameType.STEP: 512 * 1024,
     FrameType.READY: 1 << 20,
     FrameType.STATE: STATE_CHUNK_BYTES,

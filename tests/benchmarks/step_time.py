@@ -95,7 +95,7 @@ class Started:
                 text=True,
                 env=environment,
                 cwd=self._folder,
-                preexec_fn=lambda: on_core(core),  # noqa: PLW1509
+                preexec_fn=lambda: on_core(core),
             )
         )
 

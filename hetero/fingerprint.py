@@ -1,0 +1,79 @@
+"""Digests of a base model, by which two machines see that they hold the same one without sending it.
+
+Of each tensor go in: name, dtype, shape, and the first and last 2 KiB of its bytes. Tensors of a layer share one
+digest, so machines that hold different parts can compare what both have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import ConfigError
+
+SAMPLE_BYTES = 2048
+_MAX_HEADER_BYTES = 100_000_000
+_LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.\d+)\.")
+# Keys of config.json that tools write for themselves; they say nothing about the model.
+_VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """What of a model is in a folder: part -> digest; parts are `config`, `tokenizer`, each layer, and other tensors.
+
+    Raises:
+        ConfigError: a file is not safetensors.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    plain = {key: value for key, value in config.items() if key not in _VOLATILE}
+    found = {"config": _digest(json.dumps(plain, sort_keys=True).encode())}
+    if (folder / "tokenizer.json").is_file():
+        found["tokenizer"] = _digest((folder / "tokenizer.json").read_bytes())
+    parts: dict[str, dict[str, bytes]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, content in _tensors(file):
+            layer = _LAYER.search(name)
+            parts.setdefault(layer[1] if layer else name, {})[name] = content
+    for part, tensors in parts.items():
+        found[part] = _digest(b"".join(name.encode() + b"\0" + tensors[name] for name in sorted(tensors)))
+    return found
+
+
+def difference(mine: dict[str, str], theirs: dict[str, str]) -> str | None:
+    """The first part that both have and that differs, with both digests; None where all agree."""
+    for part in sorted(mine.keys() & theirs.keys()):
+        if mine[part] != theirs[part]:
+            return f"{part} has the digest {theirs[part]} there and {mine[part]} here"
+    return None
+
+
+def _tensors(file: Path) -> list[tuple[str, bytes]]:
+    """Name and sampled content of each tensor of a safetensors file."""
+    found = []
+    with file.open("rb") as stream:
+        try:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError("its header is too long")
+            header: dict[str, Any] = json.loads(stream.read(length))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = entry["data_offsets"]
+                stream.seek(8 + length + begin)
+                first = stream.read(min(SAMPLE_BYTES, end - begin))
+                stream.seek(8 + length + max(begin, end - SAMPLE_BYTES))
+                last = stream.read(min(SAMPLE_BYTES, end - begin))
+                about = json.dumps([entry["dtype"], entry["shape"]]).encode()
+                found.append((name, about + first + last))
+        except (ValueError, KeyError, TypeError, struct.error) as exc:
+            raise ConfigError(f"{file} must be a safetensors file ({exc}); copy it again") from None
+    return found
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
