@@ -281,16 +281,16 @@ def judge_hello(current: Membership | None, hello: Hello, *, link_taken: bool) -
     Args:
         current: the session that the worker is in.
         hello: what came.
-        link_taken: the stage before is linked already.
+        link_taken: the neighbour that the HELLO stands for is linked already.
     """
-    if hello.purpose == "link":
+    if hello.purpose != "control":
         if current is None or (hello.run_id, hello.epoch, hello.stage) != (
             current.run_id,
             current.epoch,
             current.stage,
         ):
             return Reject(reason="this worker is in no such session", permanent=False)
-        return Reject(reason="the stage before is linked already", permanent=True) if link_taken else None
+        return Reject(reason="that neighbour is linked already", permanent=True) if link_taken else None
     if hello.stage < 1:
         return Reject(reason=f"a worker's stage is 1 or more, got {hello.stage}", permanent=True)
     if current is None or (hello.run_id == current.run_id and hello.epoch > current.epoch):

@@ -72,6 +72,7 @@ class Member:
             index=self.index,
             num_stages=len(self.spec.stages),
             schedule=self.spec.schedule,
+            vocab_size=self.spec.vocab_size,
             inbox=self._inbox,
             upstream=upstream,
             downstream=downstream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from hetero.control import Peer
@@ -25,10 +26,19 @@ def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
     )
 
 
-def open_link(transport: TcpTransport, peer: Peer, hello: Hello, flow: LinkFlow, inbox: Inbox) -> Link:
+def open_link(
+    transport: TcpTransport,
+    peer: Peer,
+    hello: Hello,
+    flow: LinkFlow,
+    inbox: Inbox,
+    on_frame: Callable[[Received], None] | None = None,
+    *,
+    give_up_at: float | None = None,
+) -> Link:
     """Dials the link to the next stage and waits for its WELCOME.
 
-    Its frames go to the inbox; its end, unless this side closed it, is the inbox's failure.
+    Its frames go to `on_frame`, or else to the inbox; its end, unless this side closed it, is the inbox's failure.
 
     Raises:
         PeerError: it cannot be reached, refuses, or gives no answer.
@@ -46,10 +56,12 @@ def open_link(transport: TcpTransport, peer: Peer, hello: Hello, flow: LinkFlow,
             opened.set()
         elif event.frame.type is FrameType.WELCOME:
             opened.set()
+        elif on_frame is not None:
+            on_frame(event)
         else:
             pass_on(event, inbox, peer)
 
-    sock = transport.dial(peer.host, peer.port, stage=peer.stage)
+    sock = transport.dial(peer.host, peer.port, stage=peer.stage, give_up_at=give_up_at)
     link = transport.link(
         sock, dialler=True, deliver=deliver, name=f"stage {peer.stage}", silence_s=transport.io_timeout_s
     )

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hetero.errors import RemoteProtocolError
 from hetero.inbox import Inbox
 from hetero.schedule import Op, Policy, next_op, policy_for
 from hetero.spec import ScheduleSpec
-from hetero.stage import Stage
+from hetero.stage import IGNORED_LABEL, Stage
 from hetero.transport.link import Link, Received
 from hetero.wire.flow import RIDERS, pack_shapes
 from hetero.wire.headers import FrameType, Step, Tensors
@@ -49,6 +50,7 @@ class Runtime:
         index: of the stage.
         num_stages: of the run.
         schedule: the policy by name.
+        vocab_size: of the model; labels that come from a peer are below it.
         inbox: where the links deliver.
         upstream: link to the stage before, None on the first.
         downstream: link to the stage after, None on the last.
@@ -63,13 +65,14 @@ class Runtime:
         index: int,
         num_stages: int,
         schedule: ScheduleSpec,
+        vocab_size: int,
         inbox: Inbox,
         upstream: Link | None = None,
         downstream: Link | None = None,
         upstream_dtype: str = "float32",
         downstream_dtype: str = "float32",
     ) -> None:
-        self.stage, self.inbox = stage, inbox
+        self.stage, self.inbox, self.vocab_size = stage, inbox, vocab_size
         self._index, self._num_stages, self._schedule = index, num_stages, schedule
         self._upstream, self._downstream = upstream, downstream
         self._upstream_dtype, self._downstream_dtype = DTYPES[upstream_dtype], DTYPES[downstream_dtype]
@@ -171,9 +174,20 @@ class _OneStep:
         assert isinstance(event.frame.header, Tensors)
         tensors = unpack(event.frame.header.tensors, event.frame.payload)
         if event.frame.type is FrameType.FORWARD:
+            if self._rt.stage.is_last:
+                self._check_labels(tensors["labels"])
             self._forwards.append(tensors)
         else:
             self._grads.append(tensors["grad"])
+
+    def _check_labels(self, labels: torch.Tensor) -> None:
+        """Labels come from a peer, and index the logits: -100 or a token of the vocabulary."""
+        wrong = ((labels < 0) & (labels != IGNORED_LABEL)) | (labels >= self._rt.vocab_size)
+        if bool(wrong.any()):
+            raise RemoteProtocolError(
+                f"labels must be {IGNORED_LABEL} or below the vocabulary of {self._rt.vocab_size}, "
+                f"got {int(labels[wrong][0])}"
+            )
 
     def _timed(self, work: object, what: str, micro_batch: int) -> None:
         before = time.perf_counter()

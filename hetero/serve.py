@@ -179,16 +179,19 @@ class WorkerServer:
     def _admit(self, link: Link, hello: Hello, payload: memoryview) -> Reject | None:
         """Gives a connection its place; the reason if it gets none."""
         current = self._current
-        taken = current is not None and current.upstream is not None
+        taken = current is not None and current.is_linked(hello.purpose)
         rejection = judge_hello(current.member if current else None, hello, link_taken=taken)
         if rejection is not None:
             return rejection
-        if hello.purpose == "link":
+        if hello.purpose != "control":
             assert current is not None
-            link.connection.flow = flow_at_boundary(current.spec, hello.stage - 1)
+            boundary = hello.stage - 1 if hello.purpose == "link" else hello.stage
+            if boundary >= len(current.spec.boundary_dtypes):
+                return Reject(reason="the last stage has no stage after it", permanent=True)
+            link.connection.flow = flow_at_boundary(current.spec, boundary)
             link.set_silence(current.transport.io_timeout_s)
             link.send(FrameType.WELCOME, Welcome(instance=self._instance, versions={}))
-            current.adopt(link)
+            current.adopt(link, hello.purpose)
             return None
         spec = RunSpec.from_json(bytes(payload))
         if hello.stage >= len(spec.stages):
@@ -211,10 +214,12 @@ class WorkerServer:
 
     def _on_session_event(self, event: Received | Closed) -> None:
         session = self._current
-        if session is None or event.link not in (session.control, session.upstream):
+        if session is None or event.link not in (session.control, session.upstream, session.downstream):
             return
-        is_control = event.link is session.control
-        who = Peer(0, "the coordinator", 0) if is_control else self._stage_before(session)
+        if event.link is session.control:
+            who = Peer(0, "the coordinator", 0)
+        else:
+            who = self._stage(session, session.member.stage + (1 if event.link is session.downstream else -1))
         if isinstance(event, Closed):
             if event.error is not None:
                 session.inbox.fail(named(event.error, who))
@@ -227,8 +232,8 @@ class WorkerServer:
             pass_on(event, session.inbox, who)
 
     @staticmethod
-    def _stage_before(session: WorkerSession) -> Peer:
-        before = session.member.stage - 1
-        if before == 0:
+    def _stage(session: WorkerSession, stage: int) -> Peer:
+        if stage == 0:
             return Peer(0, "the coordinator", 0)
-        return Peer(before, session.spec.workers[before - 1].host, session.spec.workers[before - 1].port)
+        entry = session.spec.workers[stage - 1]
+        return Peer(stage, entry.host, entry.port)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -26,6 +27,7 @@ from hetero.control import (
 from hetero.errors import HeteroError, LocalProtocolError, PeerError
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, open_link
+from hetero.relay import open_relay
 from hetero.spec import RunSpec
 from hetero.state import StateAssembler
 from hetero.transport.link import Closed, Link, Received
@@ -83,6 +85,7 @@ class CoordinatorSession:
         self._control = CoordinatorControl(peers, epoch)
         self._lock = threading.RLock()
         self._downstream: Link | None = None
+        self._relays: list[Link] = []
 
     # --- joining -----------------------------------------------------------------------------------------------
 
@@ -135,24 +138,27 @@ class CoordinatorSession:
                 link.send(FrameType.STATE, header, payload)
 
     def connect_downstream(self) -> Link | None:
-        """The link to stage 1, open; None in a run of one stage."""
+        """The link to stage 1, open, and in a star the relays between workers; None in a run of one stage."""
         if not self._workers:
             return None
         self._downstream = open_link(
-            self._transport,
-            self._workers[1].peer,
-            Hello(
-                purpose="link",
-                run_id=self.run_id,
-                epoch=self.epoch,
-                stage=1,
-                instance=self._instance,
-                versions={},
-            ),
-            flow_at_boundary(self.spec, 0),
-            self.inbox,
+            self._transport, self._workers[1].peer, self._hello("link", 1), flow_at_boundary(self.spec, 0), self.inbox
         )
+        if self.spec.transport.topology == "star":
+            peers = [worker.peer for worker in self._workers.values()]
+            for earlier, later in pairwise(peers):
+                self._relays += open_relay(self._transport, self.spec, earlier, later, self._hello, self.inbox)
         return self._downstream
+
+    def _hello(self, purpose: str, stage: int) -> Hello:
+        return Hello(
+            purpose=purpose,  # type: ignore[arg-type]
+            run_id=self.run_id,
+            epoch=self.epoch,
+            stage=stage,
+            instance=self._instance,
+            versions=versions() if purpose == "control" else {},
+        )
 
     def wait_synced(self) -> AllSynced:
         """Waits until every worker is ready to train."""
@@ -220,6 +226,7 @@ class CoordinatorSession:
             self._perform(self._control.end(FrameType.STOP if stop else FrameType.ABORT, reason))
         links = [w.link for w in self._workers.values() if w.link is not None]
         links += [self._downstream] if self._downstream is not None else []
+        links += self._relays
         for link in links:
             link.close()
         for link in links:
@@ -239,15 +246,7 @@ class CoordinatorSession:
         )
         worker.link, worker.seen = link, {}
         worker.attempts += 1
-        hello = Hello(
-            purpose="control",
-            run_id=self.run_id,
-            epoch=self.epoch,
-            stage=stage,
-            instance=self._instance,
-            versions=versions(),
-        )
-        link.send(FrameType.HELLO, hello, [memoryview(self.spec.to_json())])
+        link.send(FrameType.HELLO, self._hello("control", stage), [memoryview(self.spec.to_json())])
         link.start()
 
     def _on_event(self, stage: int, event: Received | Closed) -> None:

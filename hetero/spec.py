@@ -114,7 +114,7 @@ class TransportSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """How machines talk; `target` is the transport's class from the allow list."""
 
     target: str = msgspec.field(name="_target_", default="hetero.transport.tcp.TcpTransport")
-    topology: Literal["chain"] = "chain"
+    topology: Literal["chain", "star"] = "chain"
     connect_timeout_s: Seconds = 60.0
     io_timeout_s: Seconds = 15.0
     wire_dtype: FloatType | Literal["auto"] = "auto"

@@ -38,6 +38,7 @@ from hetero.wire.tensors import state_frames
 
 END_S = 3.0
 END_GRACE_S = 1.0
+DIAL_NEXT_S = 10.0
 
 
 class SessionOver(Exception):
@@ -55,6 +56,7 @@ class WorkerSession:
         transport: as the spec says.
         control: to the coordinator.
         upstream: from the stage before, once it dialled.
+        downstream: to the stage after, once it is there.
     """
 
     spec: RunSpec
@@ -66,6 +68,7 @@ class WorkerSession:
     upstream: Link | None = None
     downstream: Link | None = None
     _upstream_there: threading.Event = field(default_factory=threading.Event)
+    _downstream_there: threading.Event = field(default_factory=threading.Event)
 
     def welcome(self, model: dict[str, str]) -> None:
         """Takes part in the run, with the fingerprint of this machine's base model (empty: it is not here yet)."""
@@ -84,25 +87,51 @@ class WorkerSession:
         return header, assembler.tensors
 
     def connect(self) -> None:
-        """Dials the next stage, where there is one, and waits for the stage before."""
+        """Links up with both neighbours: dials the stage after, and waits for whoever dials.
+
+        Raises:
+            PeerError: a neighbour cannot be reached, or does not dial.
+        """
         stage = self.member.stage
-        if stage < len(self.spec.stages) - 1:
-            peer = Peer(stage + 1, self.spec.workers[stage].host, self.spec.workers[stage].port)
-            hello = Hello(
-                purpose="link",
-                run_id=self.member.run_id,
-                epoch=self.member.epoch,
-                stage=stage + 1,
-                instance=self.instance,
-                versions={},
+        is_last = stage == len(self.spec.stages) - 1
+        if not is_last and self.transport.topology == "chain":
+            self.downstream = self._dial_next()
+        self._wait_for(self._upstream_there, stage - 1)
+        if not is_last and self.transport.topology == "star":
+            self._wait_for(self._downstream_there, stage + 1)
+
+    def _dial_next(self) -> Link:
+        stage = self.member.stage
+        peer = Peer(stage + 1, self.spec.workers[stage].host, self.spec.workers[stage].port)
+        hello = Hello(
+            purpose="link",
+            run_id=self.member.run_id,
+            epoch=self.member.epoch,
+            stage=stage + 1,
+            instance=self.instance,
+            versions={},
+        )
+        # The next worker has joined already, so it listens: what does not connect soon never will.
+        give_up_at = time.monotonic() + min(DIAL_NEXT_S, self.transport.connect_timeout_s)
+        try:
+            return open_link(
+                self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox, give_up_at=give_up_at
             )
-            self.downstream = open_link(self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox)
+        except PeerError as exc:
+            if exc.stage != peer.stage:
+                raise
+            raise peer.error(
+                f"stage {stage} cannot link to it: {exc.reason}; if these two machines cannot reach one another, "
+                "transport.topology=star lets the coordinator relay"
+            ) from exc
+
+    def _wait_for(self, there: threading.Event, neighbour: int) -> None:
         give_up_at = time.monotonic() + self.transport.connect_timeout_s
-        while not self._upstream_there.wait(0.2):
+        while not there.wait(0.2):
             if failure := self.inbox.failure():
                 raise failure
             if time.monotonic() > give_up_at:
-                raise PeerError(f"did not dial its link within {self.transport.connect_timeout_s:g} s", stage=stage - 1)
+                raise PeerError(f"was not linked within {self.transport.connect_timeout_s:g} s", stage=neighbour)
 
     def next_order(self) -> Received:
         """The next STEP (from the stage before) or GATHER (from the coordinator).
@@ -136,10 +165,18 @@ class WorkerSession:
             return None
         return str(event.frame.header.reason)
 
-    def adopt(self, link: Link) -> None:
-        """The stage before has dialled."""
-        self.upstream = link
-        self._upstream_there.set()
+    def is_linked(self, purpose: str) -> bool:
+        """Whether the neighbour that a `link` or a `relay` stands for is there already."""
+        return (self.upstream if purpose == "link" else self.downstream) is not None
+
+    def adopt(self, link: Link, purpose: str) -> None:
+        """A neighbour has dialled: the stage before, or the coordinator in place of the stage after (`relay`)."""
+        if purpose == "link":
+            self.upstream = link
+            self._upstream_there.set()
+        else:
+            self.downstream = link
+            self._downstream_there.set()
 
     def end(self, fault: Fault | None) -> None:
         """Closes all connections, after telling everyone what went wrong, if something did."""

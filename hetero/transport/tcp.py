@@ -24,7 +24,7 @@ class TcpTransport:
     """Connections over TCP/IP.
 
     Args:
-        topology: `chain`: neighbouring stages talk directly.
+        topology: `chain`: neighbouring stages talk directly; `star`: the coordinator relays between workers.
         connect_timeout_s: how long dialling goes on until the other side listens.
         io_timeout_s: how long a peer may be silent.
         wire_dtype: dtype of hidden states and gradients between stages; resolved into the plan before.

@@ -75,9 +75,13 @@ class Header(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Header, frozen=True, forbid_unknown_fields=True):
-    """First frame of whoever dialled; on a control its payload is the spec's JSON."""
+    """First frame of whoever dialled; on a control its payload is the spec's JSON.
 
-    purpose: Literal["control", "link"]
+    A `link` comes from the stage before (or from the coordinator in its place), a `relay` from the coordinator in place
+    of the stage after.
+    """
+
+    purpose: Literal["control", "link", "relay"]
     run_id: Identifier
     epoch: Count
     stage: Count

@@ -24,6 +24,8 @@ _MAY_SEND = {
     ("control", False): _ALWAYS | {_T.SYNCED, _T.STATE, _T.READY, _T.STOP, _T.CONTROL},
     ("link", True): _ALWAYS | {_T.STEP, _T.FORWARD},
     ("link", False): _ALWAYS | {_T.BACKWARD},
+    ("relay", True): _ALWAYS | {_T.BACKWARD},
+    ("relay", False): _ALWAYS | {_T.STEP, _T.FORWARD},
 }
 _OPENING = {True: {_T.HELLO, _T.ERROR}, False: {_T.WELCOME, _T.REJECT, _T.ERROR}}
 
