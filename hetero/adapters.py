@@ -9,25 +9,28 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.families import Family, family_of
+from hetero.families import FAMILIES, Family, family_of
 from hetero.keys import key64
 from hetero.models import PassThrough
-from hetero.spec import AdapterSpec
+from hetero.spec import AdapterSpec, StageSpec
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,21 @@ def trained_tensors(peft_model: Any | None) -> dict[str, nn.Parameter]:
         found[key] = parameters.pop(tensor.data_ptr())
     assert not parameters, "a trained parameter has no key in PEFT's state"
     return found
+
+
+def part_of(whole: Mapping[str, T], stages: Sequence[StageSpec], index: int) -> dict[str, T]:
+    """A stage's entries of a whole adapter: of its layers; the embedding's are the first's, all else the last's."""
+    stage, last = stages[index], index == len(stages) - 1
+    part = {}
+    for key, value in whole.items():
+        layer = _LAYER.search(key)
+        if layer is not None:
+            mine = stage.start <= int(layer[1]) < stage.end
+        else:
+            mine = index == 0 if any(f".{family.embedding}." in key for family in FAMILIES.values()) else last
+        if mine:
+            part[key] = value
+    return part
 
 
 def load_tensors(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def run_script(task: Task, config_name: str) -> int:
             log.error("%s", exc)
             failed.append(2 if isinstance(exc, ConfigError) else 1)
 
+    # Libraries' notes to their own developers; ours are errors in the tests.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
     signal.signal(signal.SIGTERM, _raise_terminated)
     main = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 
 from hetero import adapters, data, models, registry, store
 from hetero import device as devices
+from hetero.agreement import shapes_digest
 from hetero.console import StepProgress
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
@@ -25,6 +25,7 @@ from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.loop import Training
+from hetero.machines import remember
 from hetero.member import Member
 from hetero.resolve import ResolvedRun
 from hetero.roles import is_here, own_names
@@ -33,6 +34,7 @@ from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec, WorkerEntry
 from hetero.transport.identity import identity_of
 from hetero.versions import versions
+from hetero.wire.headers import Synced
 from hetero.work import make_transport_of
 
 log = logging.getLogger(__name__)
@@ -95,6 +97,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
             )
             with _ending(session):
                 member = _assemble(session, prepared, config.hardware.coordinator.device, config.allow_targets, result)
+                if config.hardware.launch == "none":
+                    remember(spec.workers)
                 with StepProgress(total_steps) as progress:
 
                     def on_step(record: dict[str, Any]) -> None:
@@ -182,9 +186,9 @@ def _assemble(
     session.sync(
         0,
         {
-            index: {k: v for k, v in prepared.initial.items() if _may_own(k, stage.start, stage.end)}
-            for index, stage in enumerate(spec.stages)
-            if index and prepared.initial
+            index: adapters.part_of(prepared.initial, spec.stages, index)
+            for index in range(1, len(spec.stages))
+            if prepared.initial
         },
     )
     member = Member(
@@ -199,6 +203,7 @@ def _assemble(
         member.load_state(prepared.initial)
     member.connect(None, session.connect_downstream())
     synced = session.wait_synced().synced
+    _check_adapters(session, prepared, synced)
     result.stages = [(str(member.stage.device), str(spec.stages[0].dtype))]
     result.stages += [(synced[i].device, synced[i].dtype) for i in sorted(synced)]
     for plan, (device_name, dtype) in zip(spec.stages, result.stages, strict=True):
@@ -206,10 +211,15 @@ def _assemble(
     return member
 
 
-def _may_own(key: str, start: int, end: int) -> bool:
-    """Whether an adapter tensor can be a stage's: of its layers, or of no layer."""
-    layer = re.search(r"\.(?:layers|h)\.(\d+)\.", key)
-    return layer is None or start <= int(layer[1]) < end
+def _check_adapters(session: CoordinatorSession, prepared: _Prepared, synced: dict[int, Synced]) -> None:
+    """Every worker trains exactly its part of the adapter, by names and shapes."""
+    for index, answer in synced.items():
+        mine = shapes_digest(adapters.part_of(prepared.adapter.shapes, session.spec.stages, index))
+        if answer.adapter != mine:
+            raise session.peer(index).error(
+                f"has another adapter: its tensors' names and shapes have the digest {answer.adapter} there and {mine} "
+                "here; the versions of peft or transformers differ, see the table of versions above"
+            )
 
 
 def _total_steps(resolved: ResolvedRun, num_examples: int) -> int:

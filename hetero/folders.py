@@ -73,6 +73,22 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
+def write_text(file: Path, text: str) -> None:
+    """Writes a file as a whole or not at all.
+
+    Raises:
+        ConfigError: the place cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(draft).replace(file)
+    except OSError as exc:
+        raise ConfigError(f"the folder {file.parent} must be writable and have space: {one_line(exc)}") from exc
+
+
 def checked_name(name: str) -> str:
     """A plain name, which cannot lead out of the folder that it is looked up in; raises ConfigError for others."""
     if not _NAME.fullmatch(name):

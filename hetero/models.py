@@ -68,7 +68,9 @@ def load_stage(
     from safetensors import SafetensorError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path, revision=revision)
     family = family_of(config.model_type)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

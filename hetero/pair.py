@@ -1,7 +1,8 @@
 """Pairs machines: `python -m hetero.pair` on one, `python -m hetero.pair join` on each of the others.
 
 The first makes a secret and shows it as a pairing code; the others take the code from standard input, so that it is in
-no command line, no history and no process list.
+no command line, no history and no process list. `python -m hetero.pair machines` lists the workers that trained with
+this machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, show_address
+from hetero.machines import remembered
 from hetero.secret import from_code, new_secret, read_secret, secret_file, to_code, write_secret
 
 
@@ -21,12 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m hetero.pair",
         description="Let the machines of one group know each other by a secret that only they have.",
     )
-    parser.add_argument("action", nargs="?", choices=["show", "join"], default="show")
+    parser.add_argument("action", nargs="?", choices=["show", "join", "machines"], default="show")
     parser.add_argument("--new", action="store_true", help="make a new secret; every machine has to join again")
     arguments = parser.parse_args(argv)
     file = secret_file()
     try:
-        lines = _join(file, replace=arguments.new) if arguments.action == "join" else _show(file, new=arguments.new)
+        if arguments.action == "machines":
+            lines = [f"{m.id}: {show_address(m.host, m.port)}, device {m.device}" for m in remembered()]
+        elif arguments.action == "join":
+            lines = _join(file, replace=arguments.new)
+        else:
+            lines = _show(file, new=arguments.new)
     except ConfigError as exc:
         sys.stderr.write(f"error: {exc}\n")
         return 2

@@ -212,6 +212,10 @@ class CoordinatorSession:
         self._control.gathered()
         return gathered
 
+    def peer(self, stage: int) -> Peer:
+        """Where a worker is."""
+        return self._workers[stage].peer
+
     def send_message(self, stage: int, message: Message) -> None:
         """Sends a message of the extension point to a worker."""
         link = self._workers[stage].link

@@ -14,12 +14,14 @@ from hetero.agreement import shapes_digest
 from hetero.errors import PeerError, show_address
 from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
+from hetero.machines import hardware_line, name_or_address
 from hetero.member import Member
 from hetero.runtime import step_plan_of
 from hetero.secret import secret_of_this_machine
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
 from hetero.transport import tcp
+from hetero.transport.addresses import HOW_TO_PAIR
 from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
 from hetero.transport.tcp import TcpTransport
@@ -71,9 +73,17 @@ def serve(
 
     server = WorkerServer(listener, make_transport, identity)
     log.info("listening on %s (Ctrl-C ends)", show_address(host, port))
+    if announce is None:
+        _say_how_to_reach(host, port, paired)
     if announce is not None:
         announce(host, port)
     return server.serve(work, once=worker.once)
+
+
+def _say_how_to_reach(host: str, port: int, paired: bool) -> None:
+    if not paired:
+        log.info("only this machine can connect; to let others: %s", HOW_TO_PAIR)
+    log.info("on the coordinator: %s", hardware_line(name_or_address(host) if paired else host, port))
 
 
 def make_transport_of(spec: RunSpec, allow_targets: Sequence[str], identity: Identity) -> TcpTransport:

@@ -15,7 +15,7 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LOOPBACK = "127.0.0.1"
 _TAILSCALE = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598, which overlay networks use
-_HOW_TO_PAIR = "python -m hetero.pair on one machine, python -m hetero.pair join on the others"
+HOW_TO_PAIR = "python -m hetero.pair on one machine, python -m hetero.pair join on the others"
 
 
 def bare_host(host: str) -> str:
@@ -80,7 +80,7 @@ def check_bind(host: str, address: Address, *, paired: bool, allow_any: bool, al
     if not paired:
         raise ConfigError(
             f"worker.host must be a loopback address such as 127.0.0.1 or ::1 while this machine is not paired, got "
-            f"{host!r}; pair it first: {_HOW_TO_PAIR}"
+            f"{host!r}; pair it first: {HOW_TO_PAIR}"
         )
     if address.is_unspecified:
         if not allow_any:
