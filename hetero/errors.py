@@ -33,7 +33,9 @@ class PeerError(HeteroError):
         port: int | None = None,
         step: int | None = None,
     ) -> None:
-        self.reason, self.stage, self.host, self.port, self.step = reason, stage, host, port, step
+        # A reason may hold a peer's own words: no line breaks and no terminal codes in a log.
+        self.reason = "".join(c if c.isprintable() else repr(c)[1:-1] for c in reason)
+        self.stage, self.host, self.port, self.step = stage, host, port, step
         super().__init__(self._text())
 
     def _text(self) -> str:

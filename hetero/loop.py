@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
         raise PeerError(exc.reason, stage=exc.stage, host=exc.host, port=exc.port, step=step) from exc
     readies = {0: own} | (others.ready if others is not None else {})
     _refuse_non_finite(training.spec, step, readies)
-    norm = global_norm([*norms.tolist(), *_other_norms(others)])
+    norm = global_norm([*norms.tolist(), *_other_norms(training.session, others)])
     factor = clip_factor(norm, training.spec.loop.max_grad_norm)
     training.session.apply(factor)
     rate = training.member.apply(step, factor)
@@ -102,10 +103,15 @@ def batches_of(training: Training, step: int) -> Iterator[MicroBatch]:
     yield from micro_batches(examples, loop.microbatch_size, padding_side=data.padding_side, pad_id=training.pad_id)
 
 
-def _other_norms(others: StepReady | None) -> list[float]:
-    if others is None:
-        return []
-    return [value for raw in others.norms.values() if raw.nbytes for value in raw.cast("B").cast("d").tolist()]
+def _other_norms(session: CoordinatorSession, others: StepReady | None) -> list[float]:
+    """Squared norms of the workers' trained tensors."""
+    found: list[float] = []
+    for stage, raw in others.norms.items() if others is not None else ():
+        values = raw.cast("B").cast("d").tolist() if raw.nbytes else []
+        if not all(0.0 <= value < math.inf for value in values):
+            raise session.peer(stage).error("sent a squared gradient norm that is none")
+        found += values
+    return found
 
 
 def _refuse_non_finite(spec: RunSpec, step: int, readies: dict[int, Ready]) -> None:

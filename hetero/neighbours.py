@@ -9,6 +9,7 @@ from typing import Any
 from hetero.control import Peer
 from hetero.errors import HeteroError, PeerError
 from hetero.inbox import Inbox
+from hetero.schedule import policy_for
 from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport
@@ -23,6 +24,11 @@ def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
         dtype=spec.boundary_dtypes[boundary],
         max_rows=spec.loop.microbatch_size,
         max_length=spec.max_length,
+        in_flight_cap=lambda num_microbatches: (
+            policy_for(
+                spec.schedule.name, boundary, len(spec.stages), num_microbatches, spec.schedule.max_in_flight
+            ).in_flight_cap
+        ),
     )
 
 

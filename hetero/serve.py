@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
@@ -34,6 +35,7 @@ HELLO_S = 5.0
 MAX_WAITING = 32  # connections that have not said HELLO yet
 MAX_WAITING_AN_ADDRESS = 8
 SAY_AGAIN_S = 10.0
+ACCEPT_AGAIN_S = 0.1
 
 
 Work = Callable[[WorkerSession], None]
@@ -83,6 +85,8 @@ class WorkerServer:
                     return ok
         finally:
             self._stopping = True
+            with contextlib.suppress(OSError):  # not connected, as macOS says; Linux wakes the accept
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             with self._lock:
                 leftover, session = [*self._waiting], self._current
@@ -127,8 +131,12 @@ class WorkerServer:
         while True:
             try:
                 sock, address = self._listener.accept()
-            except OSError:
-                return
+            except OSError as exc:
+                if self._stopping or self._listener.fileno() < 0:
+                    return
+                log.warning("a connection could not be accepted: %s", exc.strerror)
+                time.sleep(ACCEPT_AGAIN_S)  # out of file descriptors, most likely
+                continue
             with self._lock:
                 from_there = sum(link.name == str(address[0]) for link in self._waiting)
                 if len(self._waiting) >= MAX_WAITING or from_there >= MAX_WAITING_AN_ADDRESS or self._stopping:
@@ -158,7 +166,10 @@ class WorkerServer:
                 return
             self._waiting.discard(link)
             hello = event.frame.header
-            assert isinstance(hello, Hello)
+            if not isinstance(hello, Hello):
+                self._tell_of_stranger(link.name, PeerError(f"sent {event.frame.type.name} first"))
+                link.close(flush=False)
+                return
             try:
                 rejection = self._admit(link, hello, event.frame.payload)
             except ConfigError as exc:

@@ -203,7 +203,7 @@ class CoordinatorSession:
             piece = self.inbox.get(lambda e: isinstance(e, StatePiece))
             assembler = waiting[piece.stage]
             try:
-                done = piece.header.total == 0 or assembler.add(piece.header, piece.payload)
+                done = assembler.add(piece.header, piece.payload)
             except PeerError as exc:
                 raise self._workers[piece.stage].peer.error(exc.reason, step) from None
             if done:

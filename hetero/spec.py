@@ -22,7 +22,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Name = Annotated[str, Meta(min_length=1, max_length=300)]
-Device = Annotated[str, Meta(pattern=r"^(auto|[a-z]+(:[0-9]+)?)$")]
+Device = Annotated[str, Meta(pattern=r"^(auto|[a-z]+(:[0-9]+)?)\Z")]
 FloatType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "nf4"]
 

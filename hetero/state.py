@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from hetero.errors import PeerError
-from hetero.wire.headers import State
+from hetero.wire.headers import State, TensorEntry
 from hetero.wire.tensors import DTYPES, as_bytes
+
+_ALLOWED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class StateAssembler:
     """Puts the pieces of a sender's STATE frames together, each where it belongs and once.
 
     Args:
-        expected: name -> shape of every tensor that may come; None lets any through, within `max_bytes`.
-        max_bytes: limit of all tensors together.
+        expected: name -> shape of every tensor that may come; nothing is allocated for any other.
+        total: how many tensors must come; None leaves that to the sender, who may send fewer than are expected.
     """
 
-    def __init__(self, expected: dict[str, list[int]] | None = None, max_bytes: int = 1 << 36) -> None:
+    def __init__(self, expected: Mapping[str, Sequence[int]], total: int | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._expected, self._left = expected, max_bytes
+        self._expected, self._total = expected, total
+        self._entry: TensorEntry | None = None  # of the tensor that is half there
         self._next_index = 0
         self._next_offset = 0
 
@@ -29,21 +34,31 @@ class StateAssembler:
         Raises:
             PeerError: it is not the piece that must follow, or a tensor that is not expected.
         """
-        entry = header.tensor
-        if self._expected is not None and self._expected.get(entry.name) != list(entry.shape):
-            raise PeerError(f"sent state {entry.name} {list(entry.shape)}, which this run does not have")
-        if (header.index, header.offset) != (self._next_index, self._next_offset):
+        if self._total is None:
+            self._total = header.total
+        if (header.index, header.offset, header.total) != (self._next_index, self._next_offset, self._total):
             raise PeerError("sent pieces of state out of order")
-        if header.offset == 0:
-            self._left -= entry.nbytes()
-            if self._left < 0 or entry.name in self.tensors:
-                raise PeerError(f"sent too much state, or {entry.name} twice")
-            self.tensors[entry.name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if header.total == 0:
+            return True
+        entry = header.tensor
+        if self._entry is None:
+            self._begin(entry)
+        elif entry != self._entry:
+            raise PeerError(f"sent another tensor in the middle of {self._entry.name!r}")
         end = header.offset + payload.nbytes
         if end > entry.nbytes() or (payload.nbytes == 0 and entry.nbytes()):
-            raise PeerError(f"sent state {entry.name} of the wrong size")
+            raise PeerError(f"sent state {entry.name!r} of the wrong size")
         if payload.nbytes:
             as_bytes(self.tensors[entry.name])[header.offset : end] = payload
         done = end == entry.nbytes()
+        self._entry = None if done else entry
         self._next_index, self._next_offset = (header.index + 1, 0) if done else (header.index, end)
-        return done and header.index == header.total - 1
+        return done and header.index == self._total - 1
+
+    def _begin(self, entry: TensorEntry) -> None:
+        shape = self._expected.get(entry.name)
+        if shape is None or list(shape) != list(entry.shape) or entry.dtype not in _ALLOWED_DTYPES:
+            raise PeerError(f"sent state {entry.name!r} {entry.dtype} {entry.shape}, which this run does not have")
+        if entry.name in self.tensors:
+            raise PeerError(f"sent state {entry.name!r} twice")
+        self.tensors[entry.name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])

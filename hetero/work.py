@@ -122,7 +122,7 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
     spec, index = session.spec, session.member.stage
     model_path = locate_model(spec, worker.models_dir)
     session.welcome(fingerprint(model_path) if isinstance(model_path, Path) else {})
-    sync, tensors = session.wait_sync()
+    sync = session.wait_sync()
     member = Member(
         spec,
         index,
@@ -131,7 +131,8 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
         allow_targets=allow_targets,
         inbox=session.inbox,
     )
-    if tensors:
+    shapes = {key: list(parameter.shape) for key, parameter in member.stage.trained.items()}
+    if tensors := session.wait_state(sync, shapes):
         member.load_state(tensors)
     session.connect()
     member.connect(session.upstream, session.downstream)
@@ -143,7 +144,7 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
         dtype=NAMES[stage.dtype],
         trained=sum(p.numel() for p in stage.trained.values()),
         memory_bytes=stage.device.memory_bytes(),
-        adapter=shapes_digest({key: list(p.shape) for key, p in stage.trained.items()}),
+        adapter=shapes_digest(shapes),
     )
     session.send(FrameType.SYNCED, synced)
     while True:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,16 +76,29 @@ class WorkerSession:
         header = Welcome(instance=self.instance, versions=versions(), digest=self.spec.digest())
         self.control.send(FrameType.WELCOME, header, [memoryview(json.dumps(model).encode())])
 
-    def wait_sync(self) -> tuple[Sync, dict[str, torch.Tensor]]:
-        """The coordinator's SYNC with its tensors."""
-        event = self._next((Sync,))
-        header: Sync = event.frame.header
-        assembler = StateAssembler()
-        done = header.num_tensors == 0
+    def wait_sync(self) -> Sync:
+        """The coordinator's SYNC."""
+        return self._next((Sync,)).frame.header  # type: ignore[no-any-return]
+
+    def wait_state(self, sync: Sync, expected: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """The tensors that follow a SYNC.
+
+        Args:
+            sync: says how many.
+            expected: name -> shape of this stage's trained tensors.
+
+        Raises:
+            PeerError: something else came.
+        """
+        assembler = StateAssembler(expected, sync.num_tensors)
+        done = sync.num_tensors == 0
         while not done:
             piece = self._next((State,))
-            done = assembler.add(piece.frame.header, piece.frame.payload)
-        return header, assembler.tensors
+            try:
+                done = assembler.add(piece.frame.header, piece.frame.payload)
+            except PeerError as exc:
+                raise PeerError(exc.reason, stage=0) from None
+        return assembler.tensors
 
     def connect(self) -> None:
         """Links up with both neighbours: dials the stage after, and waits for whoever dials.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetero.errors import RemoteProtocolError
 from hetero.wire.headers import DTYPE_BYTES, MAX_PAYLOAD_BYTES, FrameType, Step, TensorEntry, Tensors
@@ -27,10 +27,20 @@ class LinkFlow:
         dtype: their dtype on this link.
         max_rows: most rows of a micro-batch.
         max_length: most tokens of a row.
+        in_flight_cap: of the sending stage, from the number of micro-batches; None lets a whole step through.
     """
 
-    def __init__(self, *, hidden_size: int, dtype: str, max_rows: int, max_length: int) -> None:
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        dtype: str,
+        max_rows: int,
+        max_length: int,
+        in_flight_cap: Callable[[int], int] | None = None,
+    ) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
+        self._in_flight_cap = in_flight_cap or (lambda num_microbatches: num_microbatches)
         self._max_rows, self._max_length = max_rows, max_length
         self._step: int | None = None
         self._shapes: list[tuple[int, int]] = []
@@ -80,6 +90,9 @@ class LinkFlow:
                 f"{type_.name} of step {self._step} micro-batch {expected} of {len(self._shapes)} must follow, "
                 f"got step {header.step} micro-batch {header.micro_batch}"
             )
+        cap = self._in_flight_cap(len(self._shapes))
+        if type_ is FrameType.FORWARD and self._next_forward - self._next_backward >= cap:
+            raise RemoteProtocolError(f"at most {cap} micro-batches may be in flight here, got one more")
         if type_ is FrameType.BACKWARD and expected >= self._next_forward:
             raise RemoteProtocolError(f"BACKWARD of micro-batch {expected} came before its FORWARD was sent")
         rows, length = self._shapes[expected]
