@@ -285,7 +285,7 @@ class CoordinatorSession:
         if link is None:
             return
         try:
-            link.send(action.type, action.header)
+            (link.send_last if action.type is FrameType.ABORT else link.send)(action.type, action.header)
         except LocalProtocolError:
             # A worker that has not answered yet hears of the end by the connection's.
             if action.type not in (FrameType.ABORT, FrameType.STOP):

@@ -198,7 +198,7 @@ class WorkerSession:
         for link in links:
             if fault is not None:
                 with contextlib.suppress(HeteroError):
-                    link.send(FrameType.ERROR, fault)
+                    link.send_last(FrameType.ERROR, fault)
             link.close()
         for link in links:
             link.join(END_S)

@@ -15,7 +15,9 @@ import torch
 from peers import DEADLINE_S, EXAMPLES, Events, feed, hostile_blobs, make_flow, raw_frame, wait_until
 
 from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
-from hetero.transport.link import Closed, Received, SocketLink
+from hetero.transport.channel import PlainChannel
+from hetero.transport.link import Closed, Received
+from hetero.transport.socket_link import SocketLink
 from hetero.transport.loopback import link_pair
 from hetero.transport.tcp import TcpTransport, listen
 from hetero.wire.flow import LinkFlow, pack_shapes
@@ -42,7 +44,7 @@ def raw_peer(
         raw = socket.create_connection(listener.getsockname())
         sock, _ = listener.accept()
     raw.settimeout(DEADLINE_S)
-    link = SocketLink(sock, plain_connection(False), deliver=events, name="raw", silence_s=silence_s)
+    link = SocketLink(PlainChannel(sock), plain_connection(False), deliver=events, name="raw", silence_s=silence_s)
     try:
         if handshake:
             feed(link.connection, raw_frame(T.HELLO, Hello(purpose, "run-1", 0, 1, "me", {}), b""))  # type: ignore[arg-type]
@@ -249,7 +251,8 @@ def test_silence_may_be_set_anew_while_the_link_runs() -> None:
 
 _CHILD = """
 import socket, sys
-from hetero.transport.link import SocketLink
+from hetero.transport.channel import PlainChannel
+from hetero.transport.socket_link import SocketLink
 from hetero.wire.headers import FrameType, Hello
 from hetero.wire.protocol import Connection
 
@@ -258,7 +261,7 @@ def deliver(event):
 
 sock = socket.socket(fileno=int(sys.argv[1]))
 connection = Connection(dialler=True, allocate=lambda n: memoryview(bytearray(n)), max_frame_bytes=1 << 20)
-link = SocketLink(sock, connection, deliver=deliver, name="parent", silence_s=1.0)
+link = SocketLink(PlainChannel(sock), connection, deliver=deliver, name="parent", silence_s=1.0)
 link.send(FrameType.HELLO, Hello("control", "run-1", 0, 1, "child", {}))
 link.start()
 link.join(60)
@@ -269,7 +272,7 @@ link.join(60)
 def test_frozen_process_is_reported_and_finds_its_connection_closed_when_it_wakes() -> None:
     ours, theirs = socket.socketpair()
     events = Events()
-    link = SocketLink(ours, plain_connection(False), deliver=events, name="child", silence_s=30)
+    link = SocketLink(PlainChannel(ours), plain_connection(False), deliver=events, name="child", silence_s=30)
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -356,7 +359,7 @@ def test_last_words_reach_a_peer_that_talks_without_end_and_reads_late() -> None
         raw.connect(listener.getsockname())
         sock, _ = listener.accept()
     events, stop = Events(), threading.Event()
-    link = SocketLink(sock, plain_connection(False), deliver=events, name="raw", silence_s=20)
+    link = SocketLink(PlainChannel(sock), plain_connection(False), deliver=events, name="raw", silence_s=20)
     link.start()
     raw.sendall(raw_frame(T.HELLO, Hello("control", "run-1", 0, 1, "me", {}), b"{}"))
     events.frame(T.HELLO)
@@ -367,7 +370,7 @@ def test_last_words_reach_a_peer_that_talks_without_end_and_reads_late() -> None
             link.send(T.CONTROL, NOISE)
         link.send(T.ERROR, Fault("it broke"))
         link.close()
-        wait_until(lambda: not link._queue)
+        wait_until(lambda: not link._outbox)
         raw.settimeout(DEADLINE_S)
         assert parse(read_all(raw))[-1] == (T.ERROR, Fault("it broke"))
     finally:

@@ -13,7 +13,7 @@ from hetero import data
 from hetero.data import Example, MicroBatch
 from hetero.spec import AdapterSpec
 from hetero.stage import Stage
-from hetero.transport.link import SocketLink
+from hetero.transport.socket_link import SocketLink
 from hetero.wire.headers import FrameType, Tensors
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

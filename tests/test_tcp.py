@@ -7,6 +7,7 @@ import pytest
 from peers import DEADLINE_S, EXAMPLES, Events, wait_until
 
 from hetero.errors import ConfigError, PeerError
+from hetero.transport.identity import identity_of
 from hetero.transport.tcp import TcpTransport, bare_host, listen, tune
 from hetero.wire.headers import FrameType, Hello
 
@@ -65,8 +66,8 @@ def test_refusal_names_key_rule_value_and_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
         listen("0.0.0.0", 0)
     assert str(caught.value).startswith(
-        "worker.host must be a loopback address such as 127.0.0.1 or ::1, got '0.0.0.0': connections between machines "
-        "are not authenticated yet"
+        "worker.host must be a loopback address such as 127.0.0.1 or ::1 while this machine is not paired, got "
+        "'0.0.0.0'; pair it first: python -m hetero.pair"
     )
 
 
@@ -229,7 +230,7 @@ def test_brackets_are_taken_off(host: str, bare: str) -> None:
 
 
 def test_transport_makes_links_that_hold_its_limits() -> None:
-    transport = TcpTransport(connect_timeout_s=5, max_frame_bytes=1 << 16)
+    transport = TcpTransport(connect_timeout_s=5, max_frame_bytes=1 << 16, identity=identity_of(bytes(32)))
     with listen(None, 0) as listener:
         dialled = transport.dial("127.0.0.1", listener.getsockname()[1], stage=1)
         accepted, _ = listener.accept()

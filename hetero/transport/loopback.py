@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 from hetero.transport.channel import PlainChannel
-from hetero.transport.link import Deliver, SocketLink
+from hetero.transport.link import Deliver
+from hetero.transport.socket_link import SocketLink
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Hello, Welcome
 

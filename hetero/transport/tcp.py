@@ -13,7 +13,8 @@ from hetero.errors import ConfigError, LocalProtocolError, PeerError, show_addre
 from hetero.transport.addresses import LOOPBACK, bare_host, check_bind, default_address, parse
 from hetero.transport.channel import TlsChannel
 from hetero.transport.identity import Identity
-from hetero.transport.link import Deliver, SocketLink
+from hetero.transport.link import Deliver
+from hetero.transport.socket_link import SocketLink
 from hetero.wire.protocol import Connection
 from hetero.wire.tensors import BufferPool
 
@@ -115,7 +116,7 @@ def listen(
         family, _, _, _, address = socket.getaddrinfo(asked, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as exc:
         raise ConfigError(f"worker.host must be an address of this machine, got {host!r} ({exc})") from None
-    check_bind(asked, parse(str(address[0])), paired=paired, allow_any=allow_any, allow_public=allow_public)
+    check_bind(host or asked, parse(str(address[0])), paired=paired, allow_any=allow_any, allow_public=allow_public)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

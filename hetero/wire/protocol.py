@@ -94,6 +94,10 @@ class Connection:
         self._advance(frame.type, frame.header)
         return frame
 
+    def at_frame_border(self) -> bool:
+        """True while no incoming frame is half read."""
+        return self._reader.at_frame_border()
+
     def received_eof(self) -> None:
         """The peer closed its side.
 

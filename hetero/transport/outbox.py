@@ -1,0 +1,51 @@
+"""Bytes that wait to be sent, with the borders of frames; not thread-safe by itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes that wait; `begins` where they are a frame's first and none of them is sent."""
+
+    buffer: memoryview
+    begins: bool
+
+
+class Outbox:
+    """A queue of frames; false while it is empty."""
+
+    def __init__(self) -> None:
+        self._parts: deque[_Part] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, buffers: Sequence[memoryview]) -> None:
+        """Queues a frame."""
+        self._parts.extend(_Part(buffer, begins=index == 0) for index, buffer in enumerate(buffers))
+
+    def front(self, most: int) -> list[memoryview]:
+        """The first buffers, `most` at most."""
+        return [self._parts[index].buffer for index in range(min(len(self._parts), most))]
+
+    def sent(self, num_bytes: int) -> None:
+        """Takes off what was sent of the front."""
+        while self._parts and num_bytes >= self._parts[0].buffer.nbytes:
+            num_bytes -= self._parts.popleft().buffer.nbytes
+        if num_bytes and self._parts:
+            self._parts[0] = _Part(self._parts[0].buffer[num_bytes:], begins=False)
+
+    def drop_unbegun(self) -> None:
+        """Drops every frame but the rest of one that is half sent, without which the peer could read no more."""
+        begun: deque[_Part] = deque()
+        while self._parts and not self._parts[0].begins:
+            begun.append(self._parts.popleft())
+        self._parts = begun
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self._parts.clear()

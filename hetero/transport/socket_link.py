@@ -1,0 +1,302 @@
+"""A link over a connected socket: one non-blocking I/O thread for both directions, and a sign of life now and then.
+
+    compute thread --send()--> queue --+               +--> deliver(Received)
+                                       |   I/O thread  |
+    socket  <-------- sendmsg ---------+               +--- recv_into <-------- socket
+
+Sending never blocks; payloads are sent from where they lie and received where they will be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
+from hetero.transport.channel import Channel
+from hetero.transport.link import Closed, Deliver, Received
+from hetero.transport.outbox import Outbox
+from hetero.wire.headers import Fault, FrameType, Header, Heartbeat
+from hetero.wire.protocol import Connection, ConnectionState
+
+log = logging.getLogger(__name__)
+
+MAX_BUFFERS_A_CALL = 64
+LATE_LOOP_S = 5.0  # this thread itself slept (suspend, swap): peers get a full new deadline
+PROGRESS_S, PROGRESS_BYTES = 10.0, 64 * 1024  # what a message that has begun must gain, however slow the line
+FLUSH_S = 2.0
+TELL_S = 0.5  # for an ERROR to a peer that broke the protocol
+
+
+class SocketLink:
+    """A `Link` over a connected stream socket.
+
+    Args:
+        channel: the bytes of a connected socket; this object owns it.
+        connection: the protocol's state for it.
+        deliver: called on the I/O thread with each frame (heartbeats excepted) and once at the end.
+        name: the peer, for messages.
+        silence_s: the peer may be silent for this long; any byte counts as a sign of life.
+    """
+
+    def __init__(
+        self, channel: Channel, connection: Connection, *, deliver: Deliver, name: str, silence_s: float
+    ) -> None:
+        self.connection, self.name = connection, name
+        self._channel, self._socket = channel, channel.socket
+        self._deliver, self._silence_s = deliver, silence_s
+        self._lock = threading.Lock()  # guards connection, queue and the wake sockets' life
+        self._outbox = Outbox()
+        self._sent = self._received = 0
+        self._closing = self._flush = False  # close() was called, and how
+        self._ended = False  # nothing is queued any more
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
+            end.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"io {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to receive; nothing happens on a link that was closed before."""
+        with self._lock:
+            if not self._closing:
+                self._thread.start()
+
+    def send(self, type_: FrameType, header: Header, payload: Sequence[memoryview] = ()) -> None:
+        """Queues a frame; never blocks. What is sent on a connection that has ended is dropped: `deliver` told so.
+
+        Raises:
+            LocalProtocolError: the frame may not be sent now.
+        """
+        with self._lock:
+            if self._ended or self._closing:
+                return
+            was_idle = not self._outbox
+            self._outbox.add(self.connection.send(type_, header, payload))
+        if was_idle:
+            self._wake()
+
+    def send_last(self, type_: FrameType, header: Header) -> None:
+        """Queues the connection's last words, ahead of all frames that have not begun, which are dropped.
+
+        Behind a queue of tensors they would not be sent before the connection closes.
+        """
+        with self._lock:
+            if self._ended or self._closing:
+                return
+            self._outbox.drop_unbegun()
+            self._outbox.add(self.connection.send(type_, header))
+        self._wake()
+
+    def set_silence(self, silence_s: float) -> None:
+        """From now on the peer may be silent for this long."""
+        self._silence_s = silence_s
+        self._wake()
+
+    def close(self, *, flush: bool = True) -> None:
+        """Ends the connection, after what is queued was sent where `flush`; returns at once.
+
+        What still comes in is dropped. Sending may go on for 2 s.
+        """
+        with self._lock:
+            self._closing, self._flush = True, flush
+            if not flush:
+                self._outbox.clear()
+            if self._thread.ident is None:  # never started
+                self._close_sockets()
+        self._wake()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until the connection is really closed."""
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def bytes_sent(self) -> int:
+        """Bytes given to the network so far."""
+        return self._sent
+
+    def _wake(self) -> None:
+        # Under the lock, since a number of a closed socket may be another's already. Full: it wakes anyway.
+        with self._lock, contextlib.suppress(OSError):
+            self._wake_sender.send(b"\0")
+
+    def _close_sockets(self) -> None:
+        for end in (self._socket, self._wake_receiver, self._wake_sender):
+            end.close()
+
+    def _run(self) -> None:
+        error: HeteroError | None = None
+        try:
+            self._serve()
+        except HeteroError as exc:
+            error = exc
+        except OSError as exc:
+            error = PeerError(f"connection lost ({_why(exc)})")
+        except Exception as exc:
+            log.exception("%s: a defect of this program", self.name)
+            error = HeteroError(f"{type(exc).__name__}: {exc}")
+        with self._lock:
+            self._ended = True
+            error = None if self._closing else error
+            told = isinstance(error, RemoteProtocolError) and self._tell(str(error))
+            parts = told or (self._closing and self._flush)
+        if parts:
+            with contextlib.suppress(OSError):
+                self._part(TELL_S if told else FLUSH_S)
+        with self._lock:
+            self._outbox.clear()
+            self.connection.state = ConnectionState.CLOSED
+            self._close_sockets()
+        self._deliver(Closed(self, error))
+
+    def _shake_hands(self) -> bool:
+        """Opens the channel within the time that a peer may be silent; False where this side closed meanwhile."""
+        until = time.monotonic() + self._silence_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while (to_write := self._channel.handshake()) is not None:
+                if self._closing:
+                    return False
+                if (left := until - time.monotonic()) <= 0:
+                    raise PeerError(f"no handshake within {self._silence_s:g} s")
+                selector.modify(self._socket, selectors.EVENT_WRITE if to_write else selectors.EVENT_READ)
+                selector.select(min(left, 0.2))  # not longer, to notice a close
+        return True
+
+    def _serve(self) -> None:
+        if not self._shake_hands():
+            return
+        started = last_heard = last_beat = last_round = time.monotonic()
+        beat_number = heard_before = 0
+        progress_at = started
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            selector.register(self._socket, selectors.EVENT_READ)
+            watched = selectors.EVENT_READ
+            while True:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+                if wanted != watched:
+                    selector.modify(self._socket, wanted)
+                    watched = wanted
+                beat_s = min(2.0, self._silence_s / 4)
+                pause_s = 0.0 if self._channel.pending() else max(0.0, last_beat + beat_s - time.monotonic())
+                ready = {key.fileobj: mask for key, mask in selector.select(pause_s)}
+                now = time.monotonic()
+                if now - last_round > LATE_LOOP_S:
+                    last_heard = now
+                last_round = now
+                if self._wake_receiver in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake_receiver.recv(4096)
+                if self._closing:
+                    return
+                mask = ready.get(self._socket, 0)
+                if (mask & selectors.EVENT_READ or self._channel.pending()) and self._receive():
+                    last_heard = time.monotonic()
+                if self._outbox:
+                    self._send_or_hear_why()
+                if now - started > self._silence_s and self.connection.state is ConnectionState.OPENING:
+                    raise PeerError(f"no handshake within {self._silence_s:g} s")
+                if now - last_heard > self._silence_s:
+                    raise PeerError(f"silent for {self._silence_s:g} s (transport.io_timeout_s)")
+                if self.connection.at_frame_border() or now - progress_at >= PROGRESS_S:
+                    if not self.connection.at_frame_border() and self._received - heard_before < PROGRESS_BYTES:
+                        raise PeerError(f"sent under {PROGRESS_BYTES // 1024} KiB of a message in {PROGRESS_S:g} s")
+                    progress_at, heard_before = now, self._received
+                if now - last_beat >= beat_s:
+                    last_beat, beat_number = now, beat_number + 1
+                    self._beat(beat_number)
+
+    def _beat(self, number: int) -> None:
+        with self._lock:
+            if not self._outbox and not self._closing and self.connection.state is ConnectionState.OPEN:
+                self._outbox.add(self.connection.send(FrameType.HEARTBEAT, Heartbeat(sequence=number)))
+
+    def _tell(self, reason: str) -> bool:
+        """Queues an ERROR, so that the other side can say what it did wrong; False where none may be sent."""
+        try:
+            last_words = self.connection.send(FrameType.ERROR, Fault(reason=reason[:2000]))
+        except LocalProtocolError:
+            return False
+        self._outbox.drop_unbegun()
+        self._outbox.add(last_words)
+        return True
+
+    def _part(self, limit_s: float) -> None:
+        """Sends what is queued, then drops what comes until the peer has closed as well; `limit_s` at most.
+
+        A socket that is closed while bytes come in resets the connection (RFC 2525, section 2.17), and what the
+        kernel has not sent yet, the ERROR last of all, is lost.
+        """
+        until = time.monotonic() + limit_s
+        scrap = memoryview(bytearray(1 << 16))
+        heard_all = said_all = False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not (heard_all and said_all) and (left := until - time.monotonic()) > 0:
+                wanted = (0 if heard_all else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._outbox else 0)
+                if wanted:
+                    selector.modify(self._socket, wanted)
+                    selector.select(min(left, 0.05))  # not longer, to notice a close without flush
+                if self._closing and not self._flush:
+                    return
+                if self._outbox:
+                    self._send_queued()
+                elif not said_all:
+                    self._channel.end_sending()
+                    said_all = True
+                heard_all = heard_all or self._channel.receive_into(scrap) == 0
+
+    def _send_or_hear_why(self) -> None:
+        """Sends; where that fails, first takes what the peer said before it went."""
+        try:
+            self._send_queued()
+        except OSError:
+            with contextlib.suppress(OSError):
+                while self._receive():
+                    pass
+            raise
+
+    def _receive(self) -> bool:
+        """Reads what is there, frame by frame; True when a byte came.
+
+        Raises:
+            PeerError: the peer closed the connection.
+        """
+        heard = False
+        for _ in range(MAX_BUFFERS_A_CALL):
+            count = self._channel.receive_into(self.connection.receive_buffer())
+            if count is None:
+                return heard
+            if count == 0:
+                self.connection.received_eof()
+                raise PeerError("closed the connection")
+            heard = True
+            self._received += count
+            with self._lock:
+                frame = self.connection.received(count)
+            if frame is not None and frame.type is not FrameType.HEARTBEAT:
+                self._deliver(Received(self, frame))
+        return heard
+
+    def _send_queued(self) -> None:
+        """Gives the network of the queue what it takes now; in turns, so that receiving has its share."""
+        for _ in range(MAX_BUFFERS_A_CALL):
+            with self._lock:
+                buffers = self._outbox.front(MAX_BUFFERS_A_CALL)
+            if not buffers:
+                return
+            count = self._channel.send(buffers)
+            if not count:
+                return
+            self._sent += count
+            with self._lock:
+                self._outbox.sent(count)
+
+
+def _why(exc: OSError) -> str:
+    return (exc.strerror or type(exc).__name__).lower()
