@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hetero import adapters, data, models, registry, store
-from hetero import device as devices
+from hetero import adapters, registry
 from hetero.agreement import shapes_digest
 from hetero.console import StepProgress
 from hetero.errors import ConfigError
@@ -27,6 +26,7 @@ from hetero.loggers import RunLogger
 from hetero.loop import Training
 from hetero.machines import remember
 from hetero.member import Member
+from hetero.prepare import Prepared, check_device, prepare, total_steps
 from hetero.resolve import ResolvedRun
 from hetero.roles import is_here, own_names
 from hetero.secret import new_secret, secret_of_this_machine
@@ -74,15 +74,15 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
         raise ConfigError(f"the run's folder must be a new one, {run_dir} holds a run already (hydra.run.dir)")
     run_dir.mkdir(parents=True, exist_ok=True)
     config = resolved.config
-    _check_device(resolved)
+    check_device(resolved)
     with contextlib.ExitStack() as stack:
         loggers = _loggers(resolved, run_dir)
         secret = _secret(resolved)
         launched = _launch(resolved, run_dir, outputs, secret, stack)
-        prepared = _prepare(resolved)
-        total_steps = _total_steps(resolved, len(prepared.data_set.examples))
+        prepared = prepare(resolved)
+        num_steps = total_steps(resolved, len(prepared.data_set.examples))
         workers = launched.addresses() if launched is not None else None
-        spec = resolved.spec(total_steps=total_steps, workers=workers)
+        spec = resolved.spec(total_steps=num_steps, workers=workers)
         result = RunResult(spec, run_dir / "adapter")
         run_id = uuid.uuid4().hex
         about = _write_run_json(run_dir, run_id, spec, resolved)
@@ -99,7 +99,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
                 member = _assemble(session, prepared, config.hardware.coordinator.device, config.allow_targets, result)
                 if config.hardware.launch == "none":
                     remember(spec.workers)
-                with StepProgress(total_steps) as progress:
+                with StepProgress(num_steps) as progress:
 
                     def on_step(record: dict[str, Any]) -> None:
                         result.records.append(record)
@@ -119,66 +119,14 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
                             on_step=on_step,
                         )
                     )
-                gathered = member.stage.state() | session.gather(total_steps, prepared.adapter.shapes)
+                gathered = member.stage.state() | session.gather(num_steps, prepared.adapter.shapes)
                 adapters.check_complete(prepared.adapter, gathered)
                 adapters.save_adapter(result.adapter_dir, prepared.adapter, gathered)
     return result
 
 
-def _check_device(resolved: ResolvedRun) -> None:
-    """Checks the coordinator's own device before any worker hears of the run."""
-    plan, planned = resolved.stages[0], resolved.config.shard_plan.stages
-    key = "shard_plan.stages[0]" if planned and planned[0].device else "hardware.coordinator"
-    device = devices.resolve(plan.device or "auto", key=f"{key}.device")
-    device.check_dtype(plan.dtype or resolved.config.model.dtype, key="model.dtype")
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What is known before any worker is contacted."""
-
-    model_path: str | Path
-    data_set: data.DataSet
-    pad_id: int
-    adapter: adapters.ResolvedAdapter
-    initial: dict[str, torch.Tensor]
-
-
-def _prepare(resolved: ResolvedRun) -> _Prepared:
-    """Reads data, checks the adapter against the model, and finds the weights."""
-    config = resolved.config
-    model_path = store.find_weights(config.model.path, revision=config.model.revision)
-    tokenizer = _tokenizer(model_path, config.model.revision)
-    data_set = data.load(
-        config.data,
-        tokenizer,
-        vocab_size=resolved.facts.vocab_size,
-        max_positions=resolved.facts.max_position_embeddings,
-    )
-    log.info("data: %s", data_set.summary)
-    spec = resolved.spec(total_steps=1)
-    base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
-    adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
-    log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
-    initial = (
-        adapters.read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
-    )
-    pad_id = getattr(tokenizer, "pad_token_id", None)
-    return _Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
-
-
-def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
-    """The model's tokenizer; None for a folder without one, which is enough for tokenised rows."""
-    from transformers import AutoTokenizer
-
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if isinstance(model_path, Path) and not any((model_path / name).exists() for name in names):
-        return None
-    return AutoTokenizer.from_pretrained(model_path, revision=revision)
-
-
 def _assemble(
-    session: CoordinatorSession, prepared: _Prepared, device: str, allow_targets: list[str], result: RunResult
+    session: CoordinatorSession, prepared: Prepared, device: str, allow_targets: list[str], result: RunResult
 ) -> Member:
     """Joins the workers, builds stage 0 while they build theirs, and links up."""
     spec = session.spec
@@ -211,7 +159,7 @@ def _assemble(
     return member
 
 
-def _check_adapters(session: CoordinatorSession, prepared: _Prepared, synced: dict[int, Synced]) -> None:
+def _check_adapters(session: CoordinatorSession, prepared: Prepared, synced: dict[int, Synced]) -> None:
     """Every worker trains exactly its part of the adapter, by names and shapes."""
     for index, answer in synced.items():
         mine = shapes_digest(adapters.part_of(prepared.adapter.shapes, session.spec.stages, index))
@@ -220,14 +168,6 @@ def _check_adapters(session: CoordinatorSession, prepared: _Prepared, synced: di
                 f"has another adapter: its tensors' names and shapes have the digest {answer.adapter} there and {mine} "
                 "here; the versions of peft or transformers differ, see the table of versions above"
             )
-
-
-def _total_steps(resolved: ResolvedRun, num_examples: int) -> int:
-    loop = resolved.config.loop
-    if loop.steps is not None:
-        return loop.steps
-    assert loop.epochs is not None
-    return loop.epochs * data.steps_per_epoch(num_examples, loop.batch_size)
 
 
 def _secret(resolved: ResolvedRun) -> bytes:

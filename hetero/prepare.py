@@ -1,0 +1,76 @@
+"""What a run needs before any worker hears of it: weights found, data read, the adapter checked against the model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero import adapters, data, models, store
+from hetero import device as devices
+from hetero.resolve import ResolvedRun
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before any worker is contacted."""
+
+    model_path: str | Path
+    data_set: data.DataSet
+    pad_id: int
+    adapter: adapters.ResolvedAdapter
+    initial: dict[str, torch.Tensor]
+
+
+def prepare(resolved: ResolvedRun) -> Prepared:
+    """Reads data, checks the adapter against the model, and finds the weights."""
+    config = resolved.config
+    model_path = store.find_weights(config.model.path, revision=config.model.revision)
+    tokenizer = _tokenizer(model_path, config.model.revision)
+    data_set = data.load(
+        config.data,
+        tokenizer,
+        vocab_size=resolved.facts.vocab_size,
+        max_positions=resolved.facts.max_position_embeddings,
+    )
+    log.info("data: %s", data_set.summary)
+    spec = resolved.spec(total_steps=1)
+    base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
+    adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
+    log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
+    initial = (
+        adapters.read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
+    )
+    pad_id = getattr(tokenizer, "pad_token_id", None)
+    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
+
+
+def check_device(resolved: ResolvedRun) -> None:
+    """Checks the coordinator's own device before any worker hears of the run."""
+    plan, planned = resolved.stages[0], resolved.config.shard_plan.stages
+    key = "shard_plan.stages[0]" if planned and planned[0].device else "hardware.coordinator"
+    device = devices.resolve(plan.device or "auto", key=f"{key}.device")
+    device.check_dtype(plan.dtype or resolved.config.model.dtype, key="model.dtype")
+
+
+def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
+    """The model's tokenizer; None for a folder without one, which is enough for tokenised rows."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if isinstance(model_path, Path) and not any((model_path / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(model_path, revision=revision)
+
+
+def total_steps(resolved: ResolvedRun, num_examples: int) -> int:
+    loop = resolved.config.loop
+    if loop.steps is not None:
+        return loop.steps
+    assert loop.epochs is not None
+    return loop.epochs * data.steps_per_epoch(num_examples, loop.batch_size)
