@@ -26,9 +26,9 @@ def fingerprint(folder: Path) -> dict[str, str]:
     """What of a model is in a folder: part -> digest; parts are `config`, `tokenizer`, each layer, and other tensors.
 
     Raises:
-        ConfigError: a file is not safetensors.
+        ConfigError: a file is not safetensors, or config.json is no JSON object.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(folder / "config.json")
     plain = {key: value for key, value in config.items() if key not in _VOLATILE}
     found = {"config": _digest(json.dumps(plain, sort_keys=True).encode())}
     if (folder / "tokenizer.json").is_file():
@@ -51,6 +51,16 @@ def difference(mine: dict[str, str], theirs: dict[str, str]) -> str | None:
     return None
 
 
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{file} must be a JSON object ({exc}); copy it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must be a JSON object, got a {type(found).__name__}; copy it again")
+    return found
+
+
 def _tensors(file: Path) -> list[tuple[str, bytes]]:
     """Name and sampled content of each tensor of a safetensors file."""
     found = []
@@ -59,18 +69,25 @@ def _tensors(file: Path) -> list[tuple[str, bytes]]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _MAX_HEADER_BYTES:
                 raise ValueError("its header is too long")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            raw = stream.read(length)
+            if len(raw) < length:
+                raise ValueError("it ends within its header")
+            header: dict[str, Any] = json.loads(raw)
+            if not isinstance(header, dict):
+                raise ValueError("its header is no JSON object")
             for name, entry in header.items():
                 if name == "__metadata__":
                     continue
                 begin, end = entry["data_offsets"]
+                if not 0 <= begin <= end:
+                    raise ValueError(f"tensor {name!r} lies at [{begin}, {end})")
                 stream.seek(8 + length + begin)
                 first = stream.read(min(SAMPLE_BYTES, end - begin))
                 stream.seek(8 + length + max(begin, end - SAMPLE_BYTES))
                 last = stream.read(min(SAMPLE_BYTES, end - begin))
                 about = json.dumps([entry["dtype"], entry["shape"]]).encode()
                 found.append((name, about + first + last))
-        except (ValueError, KeyError, TypeError, struct.error) as exc:
+        except (ValueError, KeyError, TypeError, RecursionError, struct.error) as exc:
             raise ConfigError(f"{file} must be a safetensors file ({exc}); copy it again") from None
     return found
 

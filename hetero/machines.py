@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from hetero.errors import ConfigError
 from hetero.folders import write_text
 from hetero.secret import config_dir
 from hetero.spec import WorkerEntry
+
+T = TypeVar("T")
 
 _NAME_S = 1.0  # a name server that does not answer must not hold up a start
 _MAX_MACHINES = 100
@@ -49,18 +54,22 @@ def own_id() -> str:
 def name_or_address(address: str) -> str:
     """The machine's `.local` name where it leads to this address, since addresses change; otherwise the address."""
     name = f"{socket.gethostname().partition('.')[0]}.local"
-    found: list[str] = []
+    entries = looked_up(lambda: socket.getaddrinfo(name, None))
+    return name if entries is not None and address in {str(entry[4][0]) for entry in entries} else address
 
-    def look_up() -> None:
-        try:
-            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
-        except (OSError, UnicodeError):
-            return
 
-    thread = threading.Thread(target=look_up, daemon=True)
+def looked_up(look_up: Callable[[], T]) -> T | None:
+    """What a look-up of a name gives; None where it fails, or where no name server answers within a second."""
+    found: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.append(look_up())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(_NAME_S)
-    return name if address in found else address
+    return found[0] if found else None
 
 
 def hardware_line(host: str, port: int) -> str:

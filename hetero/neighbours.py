@@ -12,7 +12,7 @@ from hetero.inbox import Inbox
 from hetero.schedule import policy_for
 from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
-from hetero.transport.tcp import TcpTransport
+from hetero.transport.tcp import ADVICE, TcpTransport
 from hetero.wire.flow import LinkFlow
 from hetero.wire.headers import FrameType, Hello, Reason, Reject
 
@@ -41,6 +41,7 @@ def open_link(
     on_frame: Callable[[Received], None] | None = None,
     *,
     give_up_at: float | None = None,
+    advice: str = ADVICE,
 ) -> Link:
     """Dials the link to the next stage and waits for its WELCOME.
 
@@ -67,7 +68,7 @@ def open_link(
         else:
             pass_on(event, inbox, peer)
 
-    sock = transport.dial(peer.host, peer.port, stage=peer.stage, give_up_at=give_up_at)
+    sock = transport.dial(peer.host, peer.port, stage=peer.stage, give_up_at=give_up_at, advice=advice)
     link = transport.link(
         sock, dialler=True, deliver=deliver, name=f"stage {peer.stage}", silence_s=transport.io_timeout_s
     )

@@ -69,6 +69,7 @@ def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
 
 
 def total_steps(resolved: ResolvedRun, num_examples: int) -> int:
+    """Optimizer steps of the whole run."""
     loop = resolved.config.loop
     if loop.steps is not None:
         return loop.steps

@@ -9,6 +9,7 @@ import msgspec
 import psutil
 
 from hetero.errors import ConfigError, show_address
+from hetero.machines import looked_up
 from hetero.spec import Config, WorkerEntry, WorkerSpec
 from hetero.transport.addresses import bare_host
 
@@ -57,7 +58,8 @@ def _settings(entry: WorkerEntry, worker: WorkerSpec) -> WorkerSpec:
 def own_names() -> set[str]:
     """This machine's names and addresses, lower case."""
     host = socket.gethostname().lower()
-    names = {"localhost", host, host.partition(".")[0], f"{host.partition('.')[0]}.local", socket.getfqdn().lower()}
+    names = {"localhost", host, host.partition(".")[0], f"{host.partition('.')[0]}.local"}
+    names.add((looked_up(socket.getfqdn) or host).lower())
     for addresses in psutil.net_if_addrs().values():
         names |= {
             a.address.partition("%")[0].lower() for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)

@@ -1,6 +1,7 @@
 """The secret of a group of machines: 32 random bytes in a file that only its owner reads, and its pairing code."""
 
 import base64
+import contextlib
 import hashlib
 import os
 import secrets
@@ -41,8 +42,8 @@ def secret_of_this_machine(folder: Path | None = None) -> tuple[bytes, bool]:
     own_file = secret_file(folder).with_name("secret-of-this-machine")
     own = read_secret(own_file)
     if own is None:
-        write_secret(own_file, new_secret())
-        own = read_secret(own_file)  # another process may have been the last to write it
+        write_secret(own_file, new_secret(), replace=False)
+        own = read_secret(own_file)  # another process may have been the first to write it
     assert own is not None
     return own, False
 
@@ -79,12 +80,18 @@ def read_secret(file: Path) -> bytes | None:
     return secret
 
 
-def write_secret(file: Path, secret: bytes) -> None:
+def write_secret(file: Path, secret: bytes, *, replace: bool = True) -> None:
     """Keeps a secret, whole or not at all, readable by its owner alone.
+
+    Args:
+        file: where.
+        secret: to keep.
+        replace: False leaves a secret that is there already.
 
     Raises:
         ConfigError: the place cannot be written.
     """
+    draft = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=".secret.")  # mode 0600
@@ -92,9 +99,16 @@ def write_secret(file: Path, secret: bytes) -> None:
             stream.write(secret)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(draft).replace(file)
+        if replace:
+            Path(draft).replace(file)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, file)
     except OSError as exc:
         raise ConfigError(f"the folder {file.parent} must be writable ({exc.strerror})") from None
+    finally:
+        if draft is not None:
+            Path(draft).unlink(missing_ok=True)
 
 
 def to_code(secret: bytes) -> str:

@@ -142,11 +142,15 @@ class WorkerServer:
                 if len(self._waiting) >= MAX_WAITING or from_there >= MAX_WAITING_AN_ADDRESS or self._stopping:
                     sock.close()
                     continue
-                tune(sock)
                 transport = self._current.transport if self._current is not None else self._default
-                link = transport.link(
-                    sock, dialler=False, deliver=self._on_first_event, name=str(address[0]), silence_s=HELLO_S
-                )
+                try:
+                    tune(sock)
+                    link = transport.link(
+                        sock, dialler=False, deliver=self._on_first_event, name=str(address[0]), silence_s=HELLO_S
+                    )
+                except OSError:  # the peer has reset the connection already
+                    sock.close()
+                    continue
                 self._waiting.add(link)
             link.start()
 

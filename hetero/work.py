@@ -21,7 +21,7 @@ from hetero.secret import secret_of_this_machine
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
 from hetero.transport import tcp
-from hetero.transport.addresses import HOW_TO_PAIR
+from hetero.transport.addresses import HOW_TO_PAIR, parse
 from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
 from hetero.transport.tcp import TcpTransport
@@ -81,9 +81,15 @@ def serve(
 
 
 def _say_how_to_reach(host: str, port: int, paired: bool) -> None:
-    if not paired:
-        log.info("only this machine can connect; to let others: %s", HOW_TO_PAIR)
-    log.info("on the coordinator: %s", hardware_line(name_or_address(host) if paired else host, port))
+    address = parse(host)
+    if address.is_loopback:
+        remedy = "worker.host=ADDRESS, this machine's in your network" if paired else HOW_TO_PAIR
+        log.info("only this machine can connect; to let others: %s", remedy)
+    elif address.is_unspecified:
+        host = "ADDRESS"  # any of this machine's
+    else:
+        host = name_or_address(host)
+    log.info("on the coordinator: %s", hardware_line(host, port))
 
 
 def make_transport_of(spec: RunSpec, allow_targets: Sequence[str], identity: Identity) -> TcpTransport:

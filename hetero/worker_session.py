@@ -40,6 +40,7 @@ from hetero.wire.tensors import state_frames
 END_S = 3.0
 END_GRACE_S = 1.0
 DIAL_NEXT_S = 10.0
+STAR = "if these two machines cannot reach one another, transport.topology=star lets the coordinator relay"
 
 
 class SessionOver(Exception):
@@ -129,15 +130,18 @@ class WorkerSession:
         give_up_at = time.monotonic() + min(DIAL_NEXT_S, self.transport.connect_timeout_s)
         try:
             return open_link(
-                self.transport, peer, hello, flow_at_boundary(self.spec, stage), self.inbox, give_up_at=give_up_at
+                self.transport,
+                peer,
+                hello,
+                flow_at_boundary(self.spec, stage),
+                self.inbox,
+                give_up_at=give_up_at,
+                advice=STAR,
             )
         except PeerError as exc:
             if exc.stage != peer.stage:
                 raise
-            raise peer.error(
-                f"stage {stage} cannot link to it: {exc.reason}; if these two machines cannot reach one another, "
-                "transport.topology=star lets the coordinator relay"
-            ) from exc
+            raise peer.error(f"stage {stage} cannot link to it: {exc.reason}") from exc
 
     def _wait_for(self, there: threading.Event, neighbour: int) -> None:
         give_up_at = time.monotonic() + self.transport.connect_timeout_s

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +19,19 @@ from processes import Worker, worker, write_jsonl
 from hetero.data import Example
 from hetero.families import FAMILIES
 
+
+def _home_of_the_tests() -> str:
+    """A home without secrets and remembered machines; the caches of models are the user's."""
+    home = Path(tempfile.mkdtemp(prefix="hetero-home-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    for folder in (".cache", "Library/Caches"):
+        if (Path.home() / folder).is_dir():
+            (home / folder).parent.mkdir(exist_ok=True)
+            (home / folder).symlink_to(Path.home() / folder)
+    return str(home)
+
+
+os.environ["HOME"] = _home_of_the_tests()
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 

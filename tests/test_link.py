@@ -17,8 +17,8 @@ from peers import DEADLINE_S, EXAMPLES, Events, feed, hostile_blobs, make_flow, 
 from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
 from hetero.transport.channel import PlainChannel
 from hetero.transport.link import Closed, Received
-from hetero.transport.socket_link import SocketLink
 from hetero.transport.loopback import link_pair
+from hetero.transport.socket_link import SocketLink
 from hetero.transport.tcp import TcpTransport, listen
 from hetero.wire.flow import LinkFlow, pack_shapes
 from hetero.wire.frames import PREFIX, FrameReader

@@ -34,17 +34,20 @@ def is_private(address: Address) -> bool:
 
 
 def default_address() -> str:
-    """The private address of this machine's default route, or of any interface; loopback where it has none.
+    """The private address of this machine's default route, or of its only network; loopback where it has none.
 
     Raises:
-        ConfigError: the default route's own address is public.
+        ConfigError: the default route's own address is public, or there are several networks and no default route.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel only chooses a route (RFC 5737 address)
-            found = str(probe.getsockname()[0])
-        except OSError:
-            found = next(_interface_addresses(), LOOPBACK)
+    found = _routed_address()
+    if found is None:
+        cards = dict(_private_addresses())
+        if len(cards) > 1:
+            raise ConfigError(
+                "worker.host must be given where this machine has several networks and no default route: one of "
+                + ", ".join(f"{address} ({card})" for address, card in cards.items())
+            )
+        return next(iter(cards), LOOPBACK)
     if not is_private(parse(found)):
         raise ConfigError(
             f"worker.host must be given: the default route of this machine has the public address {found}; choose an "
@@ -53,13 +56,24 @@ def default_address() -> str:
     return found
 
 
-def _interface_addresses() -> Iterator[str]:
-    for addresses in psutil.net_if_addrs().values():
+def _routed_address() -> str | None:
+    """The address from which this machine reaches the rest of the world; None where it does not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel only chooses a route (RFC 5737 address)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _private_addresses() -> Iterator[tuple[str, str]]:
+    """Private addresses with the network cards that have them."""
+    for card, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
             if entry.family == socket.AF_INET:
                 address = parse(entry.address)
                 if not address.is_loopback and is_private(address):
-                    yield entry.address
+                    yield entry.address, card
 
 
 def check_bind(host: str, address: Address, *, paired: bool, allow_any: bool, allow_public: bool) -> None:

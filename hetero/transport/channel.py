@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -10,6 +12,10 @@ from typing import Protocol
 
 from hetero.errors import PeerError
 from hetero.transport.identity import Identity
+
+_RECORD_BYTES = 16 * 1024  # the most that one TLS record holds (RFC 8446, section 5.1)
+_READ_BYTES = 1 << 18  # the most that is received before sending has its turn
+_WRITE_BYTES = 1 << 20  # given to OpenSSL at a time
 
 
 class Channel(Protocol):
@@ -28,7 +34,13 @@ class Channel(Protocol):
         """Bytes received into the buffer; 0 at the end of the stream, None where nothing is there now."""
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Bytes taken from the front of the buffers; 0 where none can be taken now."""
+        """Bytes taken from the front of the buffers; 0 where none can be taken now.
+
+        What was taken may still have to be sent: `owes`.
+        """
+
+    def owes(self) -> bool:
+        """Whether bytes that `send` took wait for the network; a further `send`, of no buffers too, goes on."""
 
     def pending(self) -> bool:
         """Whether bytes are here already that a wait on the socket would not tell of."""
@@ -57,10 +69,16 @@ class PlainChannel:
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """See `Channel`."""
+        if not buffers:
+            return 0
         try:
             return self.socket.sendmsg(buffers)
         except BlockingIOError:
             return 0
+
+    def owes(self) -> bool:
+        """See `Channel`."""
+        return False
 
     def pending(self) -> bool:
         """See `Channel`."""
@@ -85,6 +103,8 @@ class TlsChannel:
         context = identity.client if dialler else identity.server
         self._tls = context.wrap_socket(sock, server_side=not dialler, do_handshake_on_connect=False)
         self._identity = identity
+        self._owed: memoryview | bytes | None = None
+        self._broken: OSError | PeerError | None = None
         self.socket: socket.socket = self._tls
 
     def handshake(self) -> bool | None:
@@ -103,24 +123,58 @@ class TlsChannel:
         return None
 
     def receive_into(self, buffer: memoryview) -> int | None:
-        """See `Channel`."""
-        try:
-            return self._tls.recv_into(buffer)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return None
-        except ssl.SSLEOFError:
-            return 0
-        except ssl.SSLError as exc:
-            raise PeerError(f"the encrypted connection broke ({_reason(exc)})") from exc
+        """See `Channel`; OpenSSL gives one record at a time, here several are put together."""
+        if self._broken is not None:
+            raise self._broken
+        room, received = buffer[:_READ_BYTES], 0
+        while room.nbytes:
+            try:
+                count = self._tls.recv_into(room)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return received or None
+            except ssl.SSLEOFError:
+                return received
+            except OSError as exc:
+                self._broken = _as_error(exc)
+                if not received:
+                    raise self._broken from exc
+                return received  # what came before; the error is the next call's
+            if count == 0:
+                return received
+            received += count
+            room = room[count:]
+        return received
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """See `Channel`; TLS takes one buffer at a time, a record of 16 KiB a call."""
-        try:
-            return self._tls.send(buffers[0])
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        """See `Channel`.
+
+        A write that OpenSSL could not finish must be repeated with the same bytes (SSL_write(3)), and part of them may
+        be on the line: they are this object's from then on, whatever becomes of the queue.
+        """
+        if self._owed is not None and not self._write(self._owed):
             return 0
+        self._owed = None
+        if not buffers:
+            return 0
+        chunk = _front(buffers)
+        if not self._write(chunk):
+            self._owed = chunk
+        return len(chunk)
+
+    def owes(self) -> bool:
+        """See `Channel`."""
+        return self._owed is not None
+
+    def _write(self, chunk: memoryview | bytes) -> bool:
+        """Sends all of it, or notes how far it came and gives False."""
+        try:
+            return self._tls.send(chunk) == len(chunk)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except ssl.SSLEOFError as exc:  # what OpenSSL makes of a reset; what the peer said before can still be read
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from exc
         except ssl.SSLError as exc:
-            raise PeerError(f"the encrypted connection broke ({_reason(exc)})") from exc
+            raise _as_error(exc) from exc
 
     def pending(self) -> bool:
         """See `Channel`."""
@@ -129,7 +183,25 @@ class TlsChannel:
     def end_sending(self) -> None:
         """See `Channel`; the stream's end is TCP's."""
         with contextlib.suppress(OSError):
-            self._tls.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(self._tls, socket.SHUT_WR)  # SSLSocket's own forgets the encryption: no reading then
+
+
+def _as_error(exc: OSError) -> OSError | PeerError:
+    """A failure of the encryption as the peer's; one of the network as it is."""
+    return PeerError(f"the encrypted connection broke ({_reason(exc)})") if isinstance(exc, ssl.SSLError) else exc
+
+
+def _front(buffers: Sequence[memoryview]) -> memoryview | bytes:
+    """The first bytes of the buffers; small ones share a record with what follows, each would cost one of its own."""
+    first = buffers[0]
+    if first.nbytes >= _RECORD_BYTES or len(buffers) == 1:
+        return first[:_WRITE_BYTES]
+    joined = bytearray()
+    for buffer in buffers:
+        joined += buffer[: _RECORD_BYTES - len(joined)]
+        if len(joined) == _RECORD_BYTES:
+            break
+    return bytes(joined)
 
 
 def _reason(exc: ssl.SSLError) -> str:

@@ -30,6 +30,7 @@ MAX_BUFFERS_A_CALL = 64
 LATE_LOOP_S = 5.0  # this thread itself slept (suspend, swap): peers get a full new deadline
 PROGRESS_S, PROGRESS_BYTES = 10.0, 64 * 1024  # what a message that has begun must gain, however slow the line
 FLUSH_S = 2.0
+HANDSHAKE_S = 5.0  # to prove the secret, however long the peer may be silent afterwards
 TELL_S = 0.5  # for an ERROR to a peer that broke the protocol
 
 
@@ -154,15 +155,16 @@ class SocketLink:
         self._deliver(Closed(self, error))
 
     def _shake_hands(self) -> bool:
-        """Opens the channel within the time that a peer may be silent; False where this side closed meanwhile."""
-        until = time.monotonic() + self._silence_s
+        """Opens the channel within 5 s; False where this side closed meanwhile."""
+        limit_s = min(self._silence_s, HANDSHAKE_S)
+        until = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while (to_write := self._channel.handshake()) is not None:
                 if self._closing:
                     return False
                 if (left := until - time.monotonic()) <= 0:
-                    raise PeerError(f"no handshake within {self._silence_s:g} s")
+                    raise PeerError(f"no handshake within {limit_s:g} s")
                 selector.modify(self._socket, selectors.EVENT_WRITE if to_write else selectors.EVENT_READ)
                 selector.select(min(left, 0.2))  # not longer, to notice a close
         return True
@@ -178,7 +180,7 @@ class SocketLink:
             selector.register(self._socket, selectors.EVENT_READ)
             watched = selectors.EVENT_READ
             while True:
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._has_to_send() else 0)
                 if wanted != watched:
                     selector.modify(self._socket, wanted)
                     watched = wanted
@@ -186,7 +188,7 @@ class SocketLink:
                 pause_s = 0.0 if self._channel.pending() else max(0.0, last_beat + beat_s - time.monotonic())
                 ready = {key.fileobj: mask for key, mask in selector.select(pause_s)}
                 now = time.monotonic()
-                if now - last_round > LATE_LOOP_S:
+                if now - last_round > LATE_LOOP_S or self._awaits_welcome():
                     last_heard = now
                 last_round = now
                 if self._wake_receiver in ready:
@@ -197,10 +199,10 @@ class SocketLink:
                 mask = ready.get(self._socket, 0)
                 if (mask & selectors.EVENT_READ or self._channel.pending()) and self._receive():
                     last_heard = time.monotonic()
-                if self._outbox:
+                if self._has_to_send():
                     self._send_or_hear_why()
-                if now - started > self._silence_s and self.connection.state is ConnectionState.OPENING:
-                    raise PeerError(f"no handshake within {self._silence_s:g} s")
+                if now - started > self._silence_s and self._awaits_hello():
+                    raise PeerError(f"no HELLO within {self._silence_s:g} s")
                 if now - last_heard > self._silence_s:
                     raise PeerError(f"silent for {self._silence_s:g} s (transport.io_timeout_s)")
                 if self.connection.at_frame_border() or now - progress_at >= PROGRESS_S:
@@ -238,18 +240,33 @@ class SocketLink:
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while not (heard_all and said_all) and (left := until - time.monotonic()) > 0:
-                wanted = (0 if heard_all else selectors.EVENT_READ) | (selectors.EVENT_WRITE if self._outbox else 0)
+                wanted = 0 if heard_all else selectors.EVENT_READ
+                if self._has_to_send():
+                    wanted |= selectors.EVENT_WRITE
                 if wanted:
                     selector.modify(self._socket, wanted)
                     selector.select(min(left, 0.05))  # not longer, to notice a close without flush
                 if self._closing and not self._flush:
                     return
-                if self._outbox:
+                if self._has_to_send():
                     self._send_queued()
                 elif not said_all:
                     self._channel.end_sending()
                     said_all = True
                 heard_all = heard_all or self._channel.receive_into(scrap) == 0
+
+    def _awaits_hello(self) -> bool:
+        return self.connection.state is ConnectionState.OPENING and self.connection.purpose is None
+
+    def _awaits_welcome(self) -> bool:
+        """Between HELLO and its answer a worker looks for the model: nothing may be sent, so silence says nothing.
+
+        The dialler has a deadline of its own for the answer.
+        """
+        return self.connection.state is ConnectionState.OPENING and self.connection.purpose is not None
+
+    def _has_to_send(self) -> bool:
+        return bool(self._outbox) or self._channel.owes()
 
     def _send_or_hear_why(self) -> None:
         """Sends; where that fails, first takes what the peer said before it went."""
@@ -288,7 +305,7 @@ class SocketLink:
         for _ in range(MAX_BUFFERS_A_CALL):
             with self._lock:
                 buffers = self._outbox.front(MAX_BUFFERS_A_CALL)
-            if not buffers:
+            if not buffers and not self._channel.owes():
                 return
             count = self._channel.send(buffers)
             if not count:

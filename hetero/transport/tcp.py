@@ -18,7 +18,9 @@ from hetero.transport.socket_link import SocketLink
 from hetero.wire.protocol import Connection
 from hetero.wire.tensors import BufferPool
 
+ADVICE = "is worker.py running there (transport.connect_timeout_s)?"
 _RETRY_S = 0.2
+_BACKLOG = 1024  # a flood that fills it would let the kernel drop a member's SYN, which comes again after 1 s
 
 
 class TcpTransport:
@@ -63,7 +65,9 @@ class TcpTransport:
         """A connection's protocol state with this transport's limits and buffers."""
         return Connection(dialler=dialler, allocate=self._pool.take, max_frame_bytes=self.max_frame_bytes)
 
-    def dial(self, host: str, port: int, *, stage: int, give_up_at: float | None = None) -> socket.socket:
+    def dial(
+        self, host: str, port: int, *, stage: int, give_up_at: float | None = None, advice: str = ADVICE
+    ) -> socket.socket:
         """Connects, again and again while the other side does not listen yet.
 
         Args:
@@ -71,11 +75,13 @@ class TcpTransport:
             port: the port.
             stage: the stage that is dialled, for the message.
             give_up_at: `time.monotonic()` value that ends the attempts; connect_timeout_s from now if None.
+            advice: what may help where there is no connection.
 
         Raises:
             PeerError: no connection within the time, or a name that nobody knows.
         """
-        deadline = time.monotonic() + self.connect_timeout_s if give_up_at is None else give_up_at
+        began = time.monotonic()
+        deadline = began + self.connect_timeout_s if give_up_at is None else give_up_at
         while True:
             try:
                 sock = socket.create_connection((bare_host(host), port), timeout=max(0.05, deadline - time.monotonic()))
@@ -85,8 +91,7 @@ class TcpTransport:
             except OSError as exc:
                 if time.monotonic() + _RETRY_S >= deadline:
                     raise PeerError(
-                        f"no connection within {self.connect_timeout_s:g} s ({_reason(exc)}); is worker.py running "
-                        "there (transport.connect_timeout_s)?",
+                        f"no connection within {round(deadline - began, 1):g} s ({_reason(exc)}); {advice}",
                         stage=stage,
                         host=host,
                         port=port,
@@ -121,7 +126,7 @@ def listen(
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(32)
+        sock.listen(_BACKLOG)
     except OSError as exc:
         sock.close()
         if exc.errno != errno.EADDRINUSE:
@@ -155,4 +160,8 @@ def tune(sock: socket.socket) -> None:
 
 
 def _reason(exc: OSError) -> str:
-    return "timed out" if isinstance(exc, TimeoutError) else (exc.strerror or str(exc)).lower()
+    if isinstance(exc, TimeoutError):
+        return "timed out"
+    if exc.errno == errno.EINVAL:  # what a route that drops everything gives, and fe80::1 without a scope
+        return "no route to host; an address of one link needs its network card, as in fe80::1%eth0"
+    return (exc.strerror or str(exc)).lower()

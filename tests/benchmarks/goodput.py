@@ -31,7 +31,10 @@ from figures import Figure, on_core, ratio, table
 
 from hetero.inbox import Inbox
 from hetero.transport import tcp
+from hetero.transport.addresses import LOOPBACK
+from hetero.transport.channel import Channel, PlainChannel
 from hetero.transport.link import Closed, Link, Received
+from hetero.transport.socket_link import SocketLink
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.flow import LinkFlow, pack_shapes
 from hetero.wire.headers import FrameType, Hello, Ready, Step, Tensors, Welcome
@@ -68,10 +71,13 @@ class Method(Protocol):
 
 
 class Ours:
-    """A `SocketLink` with FORWARD frames and the checks of a run; a READY on the control link answers."""
+    """A `SocketLink` with FORWARD frames and the checks of a run; a READY on the control link answers.
 
-    def __init__(self, is_sender: bool, port: int) -> None:
-        self._inbox = Inbox()
+    Not encrypted, like what it is compared with; `encryption.py` measures that.
+    """
+
+    def __init__(self, is_sender: bool, port: int, host: str = LOOPBACK) -> None:
+        self._inbox, self._host = Inbox(), host
         self._transport = TcpTransport()
         self._is_sender = is_sender
         self._link = self._open("link", port)
@@ -79,9 +85,13 @@ class Ours:
         self._step = 0
 
     def _open(self, purpose: str, port: int) -> Link:
-        sock = self._transport.dial("127.0.0.1", port, stage=1) if self._is_sender else _accept(port)
-        link = self._transport.link(
-            sock, dialler=self._is_sender, deliver=self._deliver, name=purpose, silence_s=self._transport.io_timeout_s
+        sock = connect(port, self._host) if self._is_sender else accept(port, self._host)
+        link = SocketLink(
+            self._channel(sock),
+            self._transport.connection(dialler=self._is_sender),
+            deliver=self._deliver,
+            name=purpose,
+            silence_s=self._transport.io_timeout_s,
         )
         hello = Hello(purpose=purpose, run_id="benchmark", epoch=0, stage=1, instance="benchmark", versions={})  # type: ignore[arg-type]
         if self._is_sender:
@@ -91,6 +101,9 @@ class Ours:
         if not self._is_sender:
             link.send(FrameType.WELCOME, Welcome(instance="benchmark", versions={}))
         return link
+
+    def _channel(self, sock: socket.socket) -> Channel:
+        return PlainChannel(sock)
 
     def _deliver(self, event: Received | Closed) -> None:
         if isinstance(event, Received):
@@ -136,8 +149,8 @@ class Ours:
 class Raw:
     """Blocking sendall, and recv_into a buffer that was made before, with MSG_WAITALL."""
 
-    def __init__(self, is_sender: bool, port: int) -> None:
-        self._socket = _connect(port) if is_sender else _accept(port)
+    def __init__(self, is_sender: bool, port: int, host: str = LOOPBACK) -> None:
+        self._socket = connect(port, host) if is_sender else accept(port, host)
         self._buffer = torch.empty(0)
 
     def begin(self, length: int, count: int) -> None:
@@ -148,7 +161,7 @@ class Raw:
         self._socket.sendall(tensor.view(-1).numpy().data)
 
     def receive(self) -> torch.Tensor:
-        _fill(self._socket, self._buffer.view(-1).numpy().data.cast("B"))
+        fill(self._socket, self._buffer.view(-1).numpy().data.cast("B"))
         return self._buffer
 
     def answer(self) -> None:
@@ -206,9 +219,9 @@ class Pickled(Raw):
 
     def receive(self) -> torch.Tensor:
         prefix = bytearray(8)
-        _fill(self._socket, memoryview(prefix))
+        fill(self._socket, memoryview(prefix))
         room = bytearray(struct.unpack(">Q", prefix)[0])
-        _fill(self._socket, memoryview(room))
+        fill(self._socket, memoryview(room))
         tensor: torch.Tensor = torch.load(io.BytesIO(room), weights_only=True)
         return tensor
 
@@ -245,17 +258,17 @@ def _send_all(sizes: list[int], names: list[str], ports: dict[str, int], barrier
     with _both_connected(True, names, ports, barrier_port) as (methods, barrier):
         for size, round_, name in _plan(sizes, names, rounds):
             method, count, length = methods[name], _count(size), size // (4 * HIDDEN)
-            sources = _sources(length)
+            tensors = sources(length)
             method.begin(length, count + ROUND_TRIPS)
             assert barrier.recv(1)
             started = time.perf_counter()
             for i in range(count):
-                method.send(i, sources[i % NUM_SOURCES])
+                method.send(i, tensors[i % NUM_SOURCES])
             method.wait_answer()
             stream_s, trips = time.perf_counter() - started, []
             for i in range(ROUND_TRIPS):
                 started = time.perf_counter()
-                method.send(count + i, sources[i % NUM_SOURCES])
+                method.send(count + i, tensors[i % NUM_SOURCES])
                 method.wait_answer()
                 trips.append(time.perf_counter() - started)
             if round_ >= WARM_UPS:
@@ -271,11 +284,11 @@ def _receive_all(sizes: list[int], names: list[str], ports: dict[str, int], barr
         for size, round_, name in _plan(sizes, names, rounds):
             method, count, length = methods[name], _count(size), size // (4 * HIDDEN)
             method.begin(length, count + ROUND_TRIPS)
-            sources = _sources(length) if round_ == 0 else []
+            expected = sources(length) if round_ == 0 else []
             barrier.sendall(b"!")
             for i in range(count):
                 tensor = method.receive()
-                if sources and not torch.equal(tensor, sources[i % NUM_SOURCES]):
+                if expected and not torch.equal(tensor, expected[i % NUM_SOURCES]):
                     raise SystemExit(f"{name}: message {i} is not what was sent")
                 del tensor
             method.answer()
@@ -291,7 +304,7 @@ def _both_connected(
     """All methods' connections and one for barriers, on a core of its own with one torch thread."""
     torch.set_num_threads(1)
     on_core(0 if is_sender else 1)
-    barrier = _connect(barrier_port) if is_sender else _accept(barrier_port)
+    barrier = connect(barrier_port) if is_sender else accept(barrier_port)
     methods = {name: METHODS[name](is_sender, ports[name]) for name in names}
     try:
         yield methods, barrier
@@ -310,7 +323,7 @@ def _count(size: int) -> int:
     return max(4, min(256, ROUND_BYTES // size))
 
 
-def _sources(length: int) -> list[torch.Tensor]:
+def sources(length: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
     return [torch.randn(1, length, HIDDEN, generator=generator) for _ in range(NUM_SOURCES)]
 
@@ -345,18 +358,18 @@ def _free_port() -> int:
         return port
 
 
-def _connect(port: int) -> socket.socket:
-    return TcpTransport().dial("127.0.0.1", port, stage=1)
+def connect(port: int, host: str = LOOPBACK) -> socket.socket:
+    return TcpTransport().dial(host, port, stage=1)
 
 
-def _accept(port: int) -> socket.socket:
-    with tcp.listen("127.0.0.1", port) as listener:
+def accept(port: int, host: str = LOOPBACK) -> socket.socket:
+    with tcp.listen(host, port, paired=True) as listener:
         sock, _ = listener.accept()
     tcp.tune(sock)
     return sock
 
 
-def _fill(sock: socket.socket, room: memoryview) -> None:
+def fill(sock: socket.socket, room: memoryview) -> None:
     """Receives exactly as many bytes as there is room for; almost always one call."""
     while room.nbytes:
         count = sock.recv_into(room, room.nbytes, socket.MSG_WAITALL)
