@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     Raises:
         ConfigError: a target matches nothing, or tied embeddings would train.
     """
+    _hide_broken_bitsandbytes()
     from peft import get_peft_model, get_peft_model_state_dict
 
     family = family_of(whole.config.model_type)
@@ -128,6 +130,14 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     if isinstance(resolved.target_modules, set):
         resolved.target_modules = sorted(resolved.target_modules)
     return ResolvedAdapter(resolved, shapes)
+
+
+def _hide_broken_bitsandbytes() -> None:
+    """PEFT imports bitsandbytes wherever it is installed, so one that cannot be imported would break plain LoRA too."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
 
 
 def _refuse_unmatched(asked: list[str], shapes: dict[str, list[int]]) -> None:

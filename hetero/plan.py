@@ -29,8 +29,8 @@ def resolve_plan(config: Config, num_hidden_layers: int) -> tuple[list[StageSpec
         check_stages(stages, num_hidden_layers)
         workers = [_worker_named(stage.id, index, hardware) for index, stage in enumerate(stages)][1:]
         if len({stage.id for stage in stages}) < len(stages):
-            ids = ", ".join(stage.id for stage in stages)
-            raise ConfigError(f"shard_plan.stages must give each machine one stage, got the ids {ids}")
+            named = ", ".join(stage.id for stage in stages)
+            raise ConfigError(f"shard_plan.stages must give each machine one stage, got the ids {named}")
     else:
         edges = [0, *_split_points(plan, hardware, num_hidden_layers), num_hidden_layers]
         workers = _workers_in_order(len(edges) - 2, hardware)
