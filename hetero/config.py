@@ -126,7 +126,7 @@ def explain(exc: Exception) -> str:
         return _unknown_key(unknown[1])
     if no_file := re.search(r"Could not load '(?:([^']+)/)?([^'/]+)'", text):
         return f"{no_file[1]} must be one of {', '.join(_options_of(no_file[1]))}, got {no_file[2]!r}"
-    if isinstance(exc, OSError):
+    if isinstance(exc, OSError) and exc.strerror:
         return f"outputs must be a folder that can be written, got {exc.filename} ({exc.strerror})"
     if choice := re.search(r"Could not find '([^']+)'(?s:.*?)Available options in '([^']+)':\s*(.*)", text, re.DOTALL):
         group, name = choice[1].rsplit("/", 1) if "/" in choice[1] else (choice[2], choice[1])

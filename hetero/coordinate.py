@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from hetero import adapters, registry
+from hetero.adapter_files import check_complete, save_adapter
 from hetero.agreement import shapes_digest
 from hetero.console import StepProgress
 from hetero.errors import ConfigError
@@ -120,8 +121,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
                         )
                     )
                 gathered = member.stage.state() | session.gather(num_steps, prepared.adapter.shapes)
-                adapters.check_complete(prepared.adapter, gathered)
-                adapters.save_adapter(result.adapter_dir, prepared.adapter, gathered)
+                check_complete(prepared.adapter, gathered)
+                save_adapter(result.adapter_dir, prepared.adapter, gathered)
     return result
 
 

@@ -121,8 +121,9 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     facts = read_facts(raw_facts)
     family = family_of(facts.model_type)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
+    max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings)
     if not for_drawing:
-        _check_for_training(config, facts, stages)
+        _check_for_training(config, facts, stages, max_length)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
     return ResolvedRun(
@@ -133,7 +134,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         workers=workers,
         model_folder=folder,
         local_model=is_path and config.model.path != TINY,
-        max_length=config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings),
+        max_length=max_length,
     )
 
 
@@ -165,7 +166,7 @@ def _check_objects(config: Config) -> None:
     convert(optimizer.args, OPTIMIZER_ARGS.get(optimizer.target, AnyOptimizerArgs), root="optimizer")
 
 
-def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpec]) -> None:
+def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpec], max_length: int) -> None:
     loop, data = config.loop, config.data
     if (loop.steps is None) == (loop.epochs is None):
         raise ConfigError(f"loop must give steps or epochs and null for the other, got {loop.steps} and {loop.epochs}")
@@ -181,11 +182,11 @@ def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpe
     init_from = config.adapter.init_from
     if init_from is not None and not Path(init_from).expanduser().is_dir():
         raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found none at {init_from}")
-    frames = loop.microbatch_size * (data.max_length or 0) * facts.hidden_size * 4
+    frames = loop.microbatch_size * max_length * facts.hidden_size * 4
     if frames > config.transport.max_frame_bytes:
         raise ConfigError(
             f"transport.max_frame_bytes must hold a micro-batch ({frames} bytes: loop.microbatch_size x "
-            f"data.max_length x {facts.hidden_size} x 4), got {config.transport.max_frame_bytes}"
+            f"{max_length} tokens (data.max_length) x {facts.hidden_size} x 4), got {config.transport.max_frame_bytes}"
         )
     for index, stage in enumerate(stages):
         if stage.quantization == "nf4" and (index == 0 or config.hardware.launch == "local"):

@@ -124,7 +124,7 @@ class WorkerServer:
             return Fault(reason=str(exc)[:2000])
         except Exception as exc:
             log.exception("run %s: a defect of this program", run_id)
-            return Fault(reason=f"{type(exc).__name__}: {exc}"[:2000])
+            return Fault(reason=" ".join(f"{type(exc).__name__}: {exc}".split())[:2000])
         return None
 
     def _accept(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hetero import registry, store
-from hetero.adapters import save_adapter
+from hetero.adapter_files import save_adapter
 from hetero.agreement import shapes_digest
 from hetero.errors import PeerError, show_address
 from hetero.fingerprint import fingerprint

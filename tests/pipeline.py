@@ -29,7 +29,7 @@ from hetero.spec import (
     WorkerEntry,
 )
 from hetero.stage import Stage, build_stage
-from hetero.transport.link import Link, Received
+from hetero.transport.link import Closed, Deliver, Link, Received
 from hetero.transport.loopback import link_pair
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.flow import LinkFlow
@@ -136,7 +136,7 @@ def run_stages(
     downstream: list[Link | None] = [None] * len(stages)
     links: list[Link] = []
     for i in range(len(stages) - 1):
-        left, right = link_pair(transport, inboxes[i].put, inboxes[i + 1].put)
+        left, right = link_pair(transport, _deliver_to(inboxes[i]), _deliver_to(inboxes[i + 1]))
         for end in (left, right):
             end.connection.flow = LinkFlow(
                 hidden_size=spec.hidden_size,
@@ -153,6 +153,7 @@ def run_stages(
             index=i,
             num_stages=len(stages),
             schedule=spec.schedule,
+            vocab_size=spec.vocab_size,
             inbox=inboxes[i],
             upstream=upstream[i],
             downstream=downstream[i],
@@ -190,6 +191,18 @@ def run_stages(
     for stage in stages:
         outcome.adapter |= stage.state()
     return outcome
+
+
+def _deliver_to(inbox: Inbox) -> Deliver:
+    """Frames go into the inbox, and a link that ends fails it, so that nothing waits for it."""
+
+    def deliver(event: Received | Closed) -> None:
+        if isinstance(event, Closed):
+            inbox.fail(event.error or HeteroError("the link was closed"))
+        else:
+            inbox.put(event)
+
+    return deliver
 
 
 def _run_one_step(runtimes: list[Runtime], number: int, micro_batches: Sequence[data.MicroBatch]) -> None:

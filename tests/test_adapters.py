@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hetero import adapters, data
-from hetero.adapters import CONFIG_FILE, WEIGHTS_FILE, ResolvedAdapter, load_tensors, read_adapter, save_adapter
+from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE, check_complete, read_adapter, save_adapter
+from hetero.adapters import ResolvedAdapter, load_tensors
 from hetero.errors import ConfigError
 from hetero.families import FAMILIES
 from hetero.models import meta_model
@@ -118,7 +119,7 @@ def round_trips(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RoundTr
         found.ours[name] = pipeline_logits(stages, {"input_ids": ids})
         assert float((found.ours[name] - before).abs().max()) > 1e-2
         whole = resolved(tiny(model_name), spec)
-        adapters.check_complete(whole, outcome.adapter)
+        check_complete(whole, outcome.adapter)
         found.folders[name] = root / name
         save_adapter(found.folders[name], whole, outcome.adapter)
         cases[name] = {"base": str(tiny(model_name)), "adapter": str(root / name), "input_ids": ids.tolist()}
@@ -442,7 +443,7 @@ def test_a_stage_takes_its_share_only_if_it_is_there_and_fits(tiny: Tiny) -> Non
 def test_incomplete_gathering_is_noticed(tiny: Tiny) -> None:
     whole = resolved(tiny("llama"), QV)
     tensors = {key: torch.zeros(shape) for key, shape in whole.shapes.items()}
-    adapters.check_complete(whole, tensors)
+    check_complete(whole, tensors)
     tensors.popitem()
     with pytest.raises(AssertionError):
-        adapters.check_complete(whole, tensors)
+        check_complete(whole, tensors)

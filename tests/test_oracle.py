@@ -100,7 +100,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0].decode()[-3000:] for process in processes]
+        outputs = [process.communicate(timeout=300)[0].decode()[-3000:] for process in processes]
     finally:
         for process in processes:
             process.kill()

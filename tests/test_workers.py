@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -117,7 +116,7 @@ def assert_serves(tmp_path: Path, data: list[str], alone: list[float], *workers:
 
 
 def test_workers_serve_runs_with_other_specs_and_keep_their_latest_part(
-    tmp_path: Path, data: list[str], workers: tuple[Worker, Worker], tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, data: list[str], workers: tuple[Worker, Worker]
 ) -> None:
     specs = [
         ["adapter.r=2", "optimizer=sgd", "seed=5", "loop.microbatch_size=1", "schedule=gpipe"],
@@ -131,7 +130,7 @@ def test_workers_serve_runs_with_other_specs_and_keep_their_latest_part(
         assert found == pytest.approx(expected, abs=1e-5)
     whole = load_file(tmp_path / "split-2" / "adapter" / "adapter_model.safetensors")
     for one, layers in ((workers[1], {2, 3}), (workers[0], {4, 5})):
-        (folder,) = tmp_path_factory.getbasetemp().glob(f"workers*/worker-{one.port}/adapter-stage")
+        folder = one.outputs / f"worker-{one.port}" / "adapter-stage"
         part = load_file(folder / "adapter_model.safetensors")
         own = {int(found[1]) for key in part if (found := re.search(r"\.layers\.(\d+)\.", key))}
         assert own == layers and (folder / "adapter_config.json").is_file()
@@ -239,7 +238,9 @@ def test_empty_host_is_refused_by_its_key(tmp_path: Path, data: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\xff" * 64]
+    "answer",
+    [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\xff" * 64],
+    ids=["nothing", "closed", "http", "ssh", "ones"],
 )
 def test_port_of_another_program_is_told_from_a_worker(tmp_path: Path, data: list[str], answer: bytes | None) -> None:
     """One that accepts and says nothing, one that closes at once, and ones that speak something else."""
@@ -274,10 +275,8 @@ def test_workers_mistakes_arrive_as_one_line_with_its_stage(
     assert re.match(r"stage [12] at 127\.0\.0\.1:\d+: worker\.models_dir .* must hold the model 'llama_tied'", text)
     for one in workers:
         one.wait_idle()
-    devices = [
-        w.entry(f"w{n}").replace("}", f", device: {d}}}") for n, (w, d) in enumerate(zip(workers, ("cpu", "cuda")), 1)
-    ]
-    text = error_of(fail_here(tmp_path / "b", *data, where[0], f"hardware.workers=[{', '.join(devices)}]", *QUICK))
+    listed = f"[{workers[0].entry('w1')}, {workers[1].entry('w2').replace('}', ', device: cuda}')}]"
+    text = error_of(fail_here(tmp_path / "b", *data, where[0], f"hardware.workers={listed}", *QUICK))
     assert text == (
         f"stage 2 at 127.0.0.1:{workers[1].port}: shard_plan.stages[2].device must be auto or one of cpu "
         "on this machine, got 'cuda'"
@@ -288,29 +287,26 @@ def test_workers_mistakes_arrive_as_one_line_with_its_stage(
 
 def test_ipv6_worker_and_one_with_other_versions(tmp_path: Path, data: list[str], alone: list[float]) -> None:
     """Cases F06 and F08: another library version is a warning, not a refusal."""
-    other = tmp_path / "path" / "safetensors-0.0.1.dist-info"
+    other = tmp_path / "path" / "peft-99.0.0.dist-info"
     other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.0.1\n", encoding="utf-8")
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0.0\n", encoding="utf-8")
     if not has_ipv6():
         pytest.skip("this machine has no IPv6 loopback address")
-    with worker(tmp_path / "w", "worker.host=[::1]", env={"PYTHONPATH": str(other.parent)}) as one:
+    with worker(tmp_path / "w", "worker.host=::1", env={"PYTHONPATH": str(other.parent)}) as one:
         assert one.host == "::1"
         args = [*data, *hardware(one), *QUICK, f"hydra.run.dir={tmp_path / 'run'}"]
         outcome = run_here("train", f"outputs={tmp_path}", *args)
         assert outcome.code == 0, outcome.text
         assert losses(metrics(tmp_path / "run")) == pytest.approx(alone, abs=1e-5)
-        assert re.search(
-            r"warning: versions differ from those of stage 1 \(here / there\): safetensors \S+ / 0\.0\.1\n",
-            outcome.text,
-        )
+        differ = r"warning: versions differ from those of stage 1 \(here / there\): peft \S+ / 99\.0\.0\n"
+        assert re.search(differ, outcome.text), outcome.text
 
 
 def has_ipv6() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             return True
-    except OSError as exc:
-        assert exc.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    except OSError:
         return False
 
 
@@ -358,9 +354,9 @@ def test_killed_worker_binds_its_port_again_at_once(tmp_path: Path) -> None:
 def test_killed_worker_ends_the_run_by_name_and_the_others_go_on(
     tmp_path: Path, data: list[str], alone: list[float], workers: tuple[Worker, Worker]
 ) -> None:
-    """Case F03, and the killed one comes back at once."""
+    """Case F03."""
     with worker(tmp_path / "mortal") as mortal:
-        args = [*data, *hardware(workers[0], mortal, workers[1]), FOREVER, f"outputs={tmp_path}"]
+        args = [*data, *hardware(workers[0], mortal), FOREVER, f"outputs={tmp_path}"]
         with started("train", *args) as train:
             train.wait_for(r"step 3/")
             mortal.running.send(signal.SIGKILL)
@@ -369,9 +365,7 @@ def test_killed_worker_ends_the_run_by_name_and_the_others_go_on(
             assert time.monotonic() - killed_at < 5
         assert outcome.code == 1 and "Traceback" not in outcome.text
         assert re.match(rf"stage 2 at 127\.0\.0\.1:{mortal.port} in step \d+: ", error_of(outcome)), outcome.text
-        mortal.running.wait(END_S)
-        with worker(tmp_path / "mortal", port=mortal.port) as again:
-            assert_serves(tmp_path, data, alone, workers[1], again, workers[0])
+    assert_serves(tmp_path, data, alone, *workers)
 
 
 def test_silent_worker_is_noticed_and_serves_again_when_it_wakes(
@@ -405,8 +399,7 @@ def test_killed_coordinator_leaves_workers_that_listen(
         train.send(signal.SIGKILL)
         train.wait(END_S)
         assert_serves(tmp_path, data, alone, *workers)
-    for one in workers:
-        assert "the coordinator" in one.running.text.splitlines()[-2] or "ended" in one.running.text
+    assert re.search(r"stage 0 at the coordinator.*: (closed the connection|connection lost)", workers[0].running.text)
 
 
 # ---- ends by hand
@@ -432,24 +425,31 @@ def test_busy_worker_refuses_for_now_and_ctrl_c_frees_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signals", "codes"),
-    [((signal.SIGINT, signal.SIGINT), (130, -signal.SIGINT)), ((signal.SIGTERM,), (143,))],
-)
-def test_run_with_launched_workers_ends_by_hand_without_a_trace(
-    tmp_path: Path, data: list[str], signals: Sequence[signal.Signals], codes: Sequence[int]
-) -> None:
-    """Case F12: no process and no port is left, also after Ctrl-C twice."""
+def test_ctrl_c_twice_leaves_no_launched_worker_and_no_port(tmp_path: Path, data: list[str]) -> None:
+    """Case F12."""
     with started("train", *data, FOREVER, f"outputs={tmp_path}") as train:
         train.wait_for(r"step 2/")
         ports = train.listening()
         assert len(ports) == 1 and len(train.relatives()) == 2
-        for number in signals:
-            train.send(number)
+        train.send(signal.SIGINT)
+        train.send(signal.SIGINT)
         outcome = train.wait(END_S)
-        assert outcome.code in codes and "Traceback" not in outcome.text, outcome.text
+        assert outcome.code in (130, -signal.SIGINT) and "Traceback" not in outcome.text, outcome.text
         train.assert_gone()
         assert refuses_connections("127.0.0.1", ports[0])
+
+
+@pytest.mark.slow
+def test_terminated_run_frees_its_workers(
+    tmp_path: Path, data: list[str], alone: list[float], workers: tuple[Worker, Worker]
+) -> None:
+    with started("train", *data, *hardware(*workers), FOREVER, f"outputs={tmp_path}") as train:
+        train.wait_for(r"step 2/")
+        train.send(signal.SIGTERM)
+        outcome = train.wait(END_S)
+        assert outcome.code == 143 and "Traceback" not in outcome.text
+        train.assert_gone()
+    assert_serves(tmp_path, data, alone, *workers)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -108,7 +108,7 @@ def _both(args: argparse.Namespace) -> None:
         f"--sizes={args.sizes}",
         f"--methods={args.methods}",
     ]
-    command.append(f"--round-bytes={args.round_bytes}")
+    command += [f"--round-bytes={args.round_bytes}", *([f"--line={args.line}"] if args.line else [])]
     with contextlib.ExitStack() as stack:
         host, places = LOOPBACK, ([], [])
         if args.line:

@@ -347,8 +347,17 @@ def _print(sizes: list[int], names: list[str], results: Results, rounds: int) ->
                     ratio(raw_trips, trips).shown(".2f"),
                 ]
             )
+    print(f"congestion control: {_congestion_control()}")
     print(f"medians of {rounds} rounds (lowest to highest); ratios are of the same round, above 1 is faster")
     print(table(["messages", "method", "GB/s one way", f"/ {baseline}", "round trip us", f"/ {baseline}"], rows))
+
+
+def _congestion_control() -> str:
+    """Of a connection on 127.0.0.1."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return "unknown"
+    with tcp.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as sock:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def _free_port() -> int:

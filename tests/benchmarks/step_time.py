@@ -55,11 +55,12 @@ def main() -> int:
     parser.add_argument("--split", type=int, default=15, help="the second stage's first layer")
     parser.add_argument("--chunks", help="three cuts of torch's interleaved schedule, as in 8,15,23; none: left out")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after 2 that warm up")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--steps", type=int, default=1, help="of a turn")
     parser.add_argument("--tokens", type=int, default=128, help="of a row")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step, one row each")
     parser.add_argument("--only", help="some of the sides, as in ours-1f1b,torch-1f1b")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes end with this one
     with tempfile.TemporaryDirectory() as folder, Started(Path(folder)) as started:
         sides = _start(args, Path(folder), started)
         _play(sides, started, args)
@@ -106,6 +107,9 @@ class Started:
                 log.seek(0)
                 raise SystemExit(f"{' '.join(map(str, process.args))} failed:\n{log.read()[-4000:]}")
 
+    def __len__(self) -> int:
+        return len(self._processes)
+
     def __enter__(self) -> Started:
         return self
 
@@ -122,7 +126,7 @@ class Started:
 
 
 def _start(args: argparse.Namespace, folder: Path, started: Started) -> list[Side]:
-    """Starts every process and waits until each has taken a step."""
+    """Starts every process and waits until each has taken a step, which exchanges shapes and warms up."""
     common = _common(args, folder)
     split = ["shard_plan=split", f"shard_plan.split_points=[{args.split}]"]
     sides = []
@@ -136,7 +140,10 @@ def _start(args: argparse.Namespace, folder: Path, started: Started) -> list[Sid
     whole = [*common, "shard_plan=single"]
     sides.append(_singles(started, "two singles", 2, whole, args))
     sides.append(_singles(started, "one single", 1, whole, args))
-    return [side for side in sides if side.players]
+    sides = [side for side in sides if side.players]
+    print(f"started {len(started)} processes; waiting until each has taken a step", file=sys.stderr)
+    started.umpire.wait_for([player for side in sides for player in side.players])
+    return sides
 
 
 def _wanted(name: str, args: argparse.Namespace) -> bool:
@@ -180,12 +187,12 @@ def _ours(started: Started, schedule: str, common: list[str], folder: Path, args
         f"hardware.workers=[{{id: other, host: 127.0.0.1, port: {port}, device: cpu}}]",
         "hardware.coordinator.device=cpu",
         "hardware.launch=none",
+        "transport.connect_timeout_s=300",
         "logger=none",
         f"+logger.turns={{_target_: turns.TurnLogger, port: {started.umpire.port}, name: {name}}}",
         "allow_targets=[turns.TurnLogger]",
     ]
     started.run(name, 0, [str(ROOT / "train.py"), *coordinator])
-    started.umpire.wait_for([name])
     return Side(name, [name])
 
 
@@ -201,7 +208,6 @@ def _torch(started: Started, schedule: str, overrides: list[str], args: argparse
             players[-1], started.umpire.port, overrides, core=rank, schedule=schedule, rank=rank, rendezvous=rendezvous
         )
         _run_torch_side(started, settings)
-    started.umpire.wait_for(players)
     return Side(name, players)
 
 
@@ -212,7 +218,6 @@ def _singles(started: Started, name: str, count: int, overrides: list[str], args
     for i in range(count):
         players.append(f"{name}-{i}")
         _run_torch_side(started, Settings(players[-1], started.umpire.port, overrides, core=i, part=(i, count)))
-    started.umpire.wait_for(players)
     return Side(name, players)
 
 
@@ -222,6 +227,7 @@ def _run_torch_side(started: Started, settings: Settings) -> None:
 
 def _play(sides: list[Side], started: Started, args: argparse.Namespace) -> None:
     for round_ in range(WARM_UPS + args.rounds):
+        print(f"round {round_ + 1} of {WARM_UPS + args.rounds}", file=sys.stderr)
         for side in sides:
             reports = started.umpire.play(side.players, args.steps)
             seconds = max(reports[p][0] for p in side.players) if "single" in side.name else reports[side.players[0]][0]

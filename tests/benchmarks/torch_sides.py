@@ -196,7 +196,7 @@ def _pipeline(
         target = batch.labels if settings.rank == 1 else None
         schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
         _apply(spec, optimizer, parameters, 1 / batch.label_tokens)
-        return float(sum(losses)) / batch.label_tokens if losses else 0.0
+        return sum(float(loss.detach()) for loss in losses) / batch.label_tokens
 
     return run_step
 

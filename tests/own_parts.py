@@ -1,0 +1,74 @@
+"""A user's own classes, as they would lie on PYTHONPATH of every machine; each leaves a trace of its work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.device import Device
+from hetero.loop import Training, run_step
+from hetero.spec import RunSpec
+from hetero.stage import Stage, build_stage
+from hetero.transport.tcp import TcpTransport
+
+
+class PatientTransport(TcpTransport):
+    """TCP with another time limit than asked for, which shows in its messages."""
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args | {"connect_timeout_s": args["connect_timeout_s"] + 1.5})
+
+
+def frozen_stage(spec: RunSpec, index: int, model_path: str | Path, device: Device, keep: str = "v_proj") -> Stage:
+    """A stage that trains the modules of one name only."""
+    stage = build_stage(spec, index, model_path, device)
+    for key, parameter in stage.trained.items():
+        parameter.requires_grad_(keep in key)
+    return stage
+
+
+def sign_descent(parameters: Iterable[torch.nn.Parameter], lr: float, scale: float = 1.0) -> torch.optim.Optimizer:
+    """An optimizer whose step does not depend on the gradient's size."""
+    return SignDescent(parameters, {"lr": lr, "scale": scale})
+
+
+class SignDescent(torch.optim.Optimizer):
+    """p -= lr * scale * sign(grad)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= group["lr"] * group["scale"] * parameter.grad.sign()
+
+
+def every_step_twice(training: Training) -> None:
+    """A loop that logs each step's record two times."""
+    for step in range(1, training.spec.total_steps + 1):
+        record = run_step(training, step)
+        training.on_step(record)
+        training.on_step(record)
+
+
+class TextLogger:
+    """Writes a line for each call."""
+
+    def __init__(self, run_dir: Path, title: str) -> None:
+        self._path, self._title = run_dir / "own.txt", title
+
+    def start(self, run: dict[str, Any]) -> None:
+        self._write(f"start {self._title} {run['spec']['total_steps']}")
+
+    def step(self, record: dict[str, Any]) -> None:
+        self._write(f"step {json.dumps(record['step'])}")
+
+    def finish(self, error: str | None) -> None:
+        self._write(f"finish {error}")
+
+    def _write(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
