@@ -295,7 +295,7 @@ def judge_hello(current: Membership | None, hello: Hello, *, link_taken: bool) -
         return Reject(reason=f"a worker's stage is 1 or more, got {hello.stage}", permanent=True)
     if current is None or (hello.run_id == current.run_id and hello.epoch > current.epoch):
         return None
-    if hello.run_id == current.run_id and hello.epoch == current.epoch:
+    if hello.run_id == current.run_id and hello.epoch == current.epoch and hello.stage != current.stage:
         reason = (
             f"this worker is stage {current.stage} of this run already, and cannot be stage {hello.stage} too: "
             "hardware.workers must list each worker once"

@@ -97,7 +97,9 @@ def failure(actions: list[Action]) -> str:
 def test_run_goes_through_its_phases() -> None:
     made = CoordinatorControl(dict(PEERS), 1)
     assert made.received(2, frame(FrameType.WELCOME, WELCOME)) == []
-    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(Joined({1: WELCOME, 2: WELCOME}))]
+    nothing = memoryview(b"")
+    joined = Joined({1: WELCOME, 2: WELCOME}, {1: nothing, 2: nothing})
+    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(joined)]
     assert made.sync(7, {2: 3}) == [
         Send(1, FrameType.SYNC, Sync(1, 7, 0)),
         Send(2, FrameType.SYNC, Sync(1, 7, 3)),
@@ -184,7 +186,9 @@ def test_busy_worker_is_tried_again_and_may_then_join() -> None:
     assert made.received(2, busy) == [Retry(2, "busy with another run (x)")]
     assert made.received(2, busy) == [Retry(2, "busy with another run (x)")]
     made.received(2, frame(FrameType.WELCOME, WELCOME))
-    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(Joined({1: WELCOME, 2: WELCOME}))]
+    nothing = memoryview(b"")
+    joined = Joined({1: WELCOME, 2: WELCOME}, {1: nothing, 2: nothing})
+    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(joined)]
 
 
 def test_permanent_refusal_ends_the_session() -> None:

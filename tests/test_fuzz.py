@@ -24,8 +24,8 @@ def frames() -> ModuleType:
 
 
 def test_mutated_inputs_raise_the_protocol_s_error_alone_and_leave_no_memory(frames: ModuleType) -> None:
-    accepted, held = frames.loop(5_000, seed=1)
-    assert 100 < accepted < 4_750  # both ways are taken, so the mutations reach deep
+    accepted, held = frames.loop(3_000, seed=1)
+    assert 60 < accepted < 2_850  # both ways are taken, so the mutations reach deep
     assert held < 1 << 20
 
 

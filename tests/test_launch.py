@@ -158,19 +158,18 @@ def test_coordinator_that_is_not_paired_does_not_dial_another_machine(home: Path
 # --- two workers, one stage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_worker_that_is_listed_twice_is_refused_by_name(tmp_path: Path, rows_file: Path) -> None:
+def test_worker_that_is_listed_twice_is_refused_by_name(
+    tmp_path: Path, rows_file: Path, workers: tuple[Worker, Worker]
+) -> None:
     """However it is spelled: the worker itself knows that it is in this run already."""
-    with worker(tmp_path / "w") as one:
-        other = Worker(one.running, "localhost", one.port, one.outputs)
-        args = ["data=jsonl", f"data.path={rows_file}", *hardware(one, other), *STEPS, f"outputs={tmp_path / 'out'}"]
-        outcome = run_here("train", *args)
-        assert outcome.code in (1, 2), outcome.text
-        line = next(line for line in outcome.text.splitlines() if line.startswith("error: "))
-        assert "hardware.workers must list each worker once" in line and str(one.port) in line
-        assert not list((tmp_path / "out").rglob("adapter"))
-        one.wait_idle()
-        again = run_here(
-            "train", "data=jsonl", f"data.path={rows_file}", *hardware(one), *STEPS, f"outputs={tmp_path / 'o'}"
-        )
-        assert again.code == 0, again.text
+    one = workers[0]
+    other = Worker(one.running, "localhost", one.port, one.outputs)
+    data = ["data=jsonl", f"data.path={rows_file}", *STEPS]
+    outcome = run_here("train", *data, *hardware(one, other), f"outputs={tmp_path / 'out'}")
+    assert outcome.code in (1, 2), outcome.text
+    line = next(line for line in outcome.text.splitlines() if line.startswith("error: "))
+    assert "hardware.workers must list each worker once" in line and str(one.port) in line
+    assert not list((tmp_path / "out").rglob("adapter"))
+    one.wait_idle()
+    again = run_here("train", *data, *hardware(one), f"outputs={tmp_path / 'again'}")
+    assert again.code == 0, again.text

@@ -209,7 +209,7 @@ HEADERS = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(HEADERS, st.binary(max_size=30)), max_size=6), st.none() | st.integers(0, 4))
 def test_any_pieces_are_taken_or_refused_and_only_expected_tensors_exist(
     found: list[tuple[State, bytes]], total: int | None
@@ -226,7 +226,7 @@ def test_any_pieces_are_taken_or_refused_and_only_expected_tensors_exist(
         assert list(tensor.shape) == EXPECTED[name] and str(tensor.dtype)[6:] in state_module._ALLOWED_DTYPES
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_one_change_to_what_was_sent_is_noticed_or_changes_numbers_alone(data: st.DataObject) -> None:
     sent = pieces(tensors())

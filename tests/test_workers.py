@@ -31,6 +31,7 @@ from processes import (
 )
 from safetensors.torch import load_file
 
+from hetero.secret import new_secret, secret_file, write_secret
 from hetero.wire.headers import FrameType
 
 FOREVER = "loop.steps=1000000"
@@ -40,6 +41,14 @@ QUICK = ["loop.steps=2", "loop.batch_size=4"]
 @pytest.fixture
 def data(rows_file: Path) -> list[str]:
     return ["data=jsonl", f"data.path={rows_file}"]
+
+
+@pytest.fixture
+def paired() -> Iterator[None]:
+    """This machine, whose home is the tests' own, has the secret of a group."""
+    write_secret(secret_file(), new_secret())
+    yield
+    secret_file().unlink()
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +223,11 @@ def test_sweep_starts_and_ends_local_workers_job_by_job(tmp_path: Path, data: li
         ("10.255.255.1", r"timed out|network is unreachable|no route to host|connection refused"),
     ],
 )
+@pytest.mark.usefixtures("paired")
 def test_worker_that_cannot_be_reached_is_named_with_the_reason_in_time(
     tmp_path: Path, data: list[str], host: str, reason: str
 ) -> None:
-    """Case F15."""
+    """Case F15; for other machines see test_machines_apart."""
     port = free_port()
     began = time.monotonic()
     text = error_of(fail_here(tmp_path, *data, *entries((host, port)), *QUICK, "transport.connect_timeout_s=2"))
@@ -226,6 +236,7 @@ def test_worker_that_cannot_be_reached_is_named_with_the_reason_in_time(
     assert re.match(rf"stage 1 at {re.escape(shown)}:{port}: no connection within 2 s \(({reason})\)", text), text
 
 
+@pytest.mark.usefixtures("paired")
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "x" * 300])
 def test_name_that_nobody_knows_is_named(tmp_path: Path, data: list[str], host: str) -> None:
     text = error_of(fail_here(tmp_path, *data, *entries((host, 9999)), *QUICK))

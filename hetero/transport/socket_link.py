@@ -146,7 +146,9 @@ class SocketLink:
             told = isinstance(error, RemoteProtocolError) and self._tell(str(error))
             parts = told or (self._closing and self._flush)
         if parts:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(
+                OSError, PeerError
+            ):  # TLS answers an end without its own closing words by an alert
                 self._part(TELL_S if told else FLUSH_S)
         with self._lock:
             self._outbox.clear()

@@ -161,7 +161,7 @@ def loop(inputs: int, *, seed: int = 0, traced: bool = True) -> tuple[int, int]:
         AssertionError: there is a finding.
     """
     draw, valid = random.Random(seed), seeds()
-    for warm in range(2_000 if traced else 50_000):  # caches and arenas that fill once are no growth
+    for warm in range(2_000 if traced else inputs // 3):  # caches and arenas that fill once are no growth
         parse(bytes([warm % len(SETTINGS)]) + mutate(draw, draw.choice(valid)))
     accepted = grown = 0
     if traced:
