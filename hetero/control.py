@@ -250,9 +250,7 @@ class CoordinatorControl:
         return PeerError(fault.reason, stage=fault.stage, host=host, port=port, step=fault.step or self.step)
 
     def _fail(self, error: PeerError) -> list[Action]:
-        """Fails once; the other workers are told why."""
-        if self.phase is Phase.OVER:
-            return []
+        """Ends the session; the other workers are told why."""
         return [*self.end(FrameType.ABORT, str(error)), Fail(error)]
 
     def _expect(self, phase: Phase) -> None:

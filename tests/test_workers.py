@@ -18,6 +18,7 @@ import pytest
 from peers import hostile_blobs, raw_frame, wait_until
 from processes import (
     END_S,
+    START_S,
     Outcome,
     Worker,
     hardware,
@@ -448,6 +449,18 @@ def test_ctrl_c_twice_leaves_no_launched_worker_and_no_port(tmp_path: Path, data
         assert outcome.code in (130, -signal.SIGINT) and "Traceback" not in outcome.text, outcome.text
         train.assert_gone()
         assert refuses_connections("127.0.0.1", ports[0])
+
+
+@pytest.mark.slow
+def test_launched_worker_ends_with_a_coordinator_that_is_killed_before_it_joins(
+    tmp_path: Path, data: list[str]
+) -> None:
+    with started("train", *data, FOREVER, f"outputs={tmp_path}") as train:
+        train.wait_for(r"data: ")
+        assert len(train.relatives()) == 2
+        train.send(signal.SIGKILL)
+        train.wait(END_S)
+        train.assert_gone(START_S)
 
 
 @pytest.mark.slow

@@ -308,11 +308,13 @@ def _both_connected(
     methods = {name: METHODS[name](is_sender, ports[name]) for name in names}
     try:
         yield methods, barrier
+        if not is_sender:  # which still waits for the last answer
+            barrier.recv(1)
     finally:
+        barrier.close()
         for method in methods.values():
             with suppress(OSError):
                 method.close()
-        barrier.close()
 
 
 def _plan(sizes: list[int], names: list[str], rounds: int) -> Iterator[tuple[int, int, str]]:
