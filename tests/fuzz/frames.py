@@ -7,6 +7,7 @@ be run or opened for writing, and memory must not grow.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import struct
@@ -21,12 +22,19 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import psutil
-from peers import EXAMPLES, feed, make_flow, raw_frame
 
-from hetero.errors import RemoteProtocolError
-from hetero.wire.frames import PREFIX
-from hetero.wire.headers import FrameType, Hello
-from hetero.wire.protocol import Connection
+try:
+    import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
+except ImportError:
+    atheris = None
+
+with contextlib.nullcontext() if atheris is None else atheris.instrument_imports(include=["hetero.wire"]):
+    from peers import EXAMPLES, feed, make_flow, raw_frame
+
+    from hetero.errors import RemoteProtocolError
+    from hetero.wire.frames import PREFIX
+    from hetero.wire.headers import FrameType, Hello
+    from hetero.wire.protocol import Connection
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_GROWTH_BYTES = 1 << 20
@@ -118,7 +126,7 @@ def mutate(draw: random.Random, raw: bytes) -> bytes:
         if not changed:
             break
         at = draw.randrange(len(changed))
-        kind = draw.randrange(8)
+        kind = draw.randrange(9)
         if kind == 0:
             changed[at] ^= 1 << draw.randrange(8)
         elif kind == 1:
@@ -134,8 +142,11 @@ def mutate(draw: random.Random, raw: bytes) -> bytes:
             changed[:8] = struct.pack(">Q", draw.choice((0, 8, 2**20, 2**31, 2**32 - 1, 2**63, 2**64 - 1)))
         elif kind == 6:
             changed[at:at] = draw.choice((b"1e999", b"NaN", b"-1", b"9" * 30, b"null", b"[[[[", b'"\\ud800"', b"{}"))
-        else:
+        elif kind == 7:
             changed = _fitting(changed)
+        elif len(changed) > PREFIX.size:
+            header = draw.choice((b"{}", b"[]", b"null", b"0 ", b'""', b"[{}]", b'{"":{}}'))
+            changed[:8], changed[12:] = struct.pack(">Q", 8 + len(header)), struct.pack(">I", len(header)) + header
     return bytes(changed)
 
 
@@ -186,14 +197,9 @@ def _held(traced: bool) -> int:
 
 def main() -> None:
     """The command line."""
-    if "--mutate" not in sys.argv:
-        try:
-            import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        except ImportError:
-            pass
-        else:
-            _with_atheris(atheris)
-            return
+    if atheris is not None and "--mutate" not in sys.argv:
+        _with_atheris()
+        return
     numbers = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
     inputs = numbers[0] if numbers else 1_000_000
     began = time.perf_counter()
@@ -205,12 +211,14 @@ def main() -> None:
     )
 
 
-def _with_atheris(atheris: Any) -> None:
+def _with_atheris() -> None:
     def one_input(raw: bytes) -> None:
         with nothing_is_run():
             parse(raw)
 
-    atheris.instrument_all()
+    for setting in range(len(SETTINGS)):
+        for seed in seeds():
+            parse(bytes([setting]) + seed)  # msgspec evaluates each schema's annotations at its first use
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()
 
