@@ -14,16 +14,15 @@ def train(raw: dict[str, Any], run_dir: Path) -> None:
 
     resolved = resolve(raw, shapes_dir=SHAPES_DIR)
     worker = worker_here(resolved.config)
-    outputs = Path(resolved.config.outputs)
     if worker is not None:
         from hetero.work import serve
 
-        serve(worker, outputs=outputs, allow_targets=resolved.config.allow_targets)
+        serve(worker, outputs=Path(resolved.config.outputs), allow_targets=resolved.config.allow_targets)
         return
     from hetero.coordinate import coordinate
     from hetero.summary import log_summary
 
-    log_summary(coordinate(resolved, run_dir, outputs))
+    log_summary(coordinate(resolved, run_dir))
 
 
 def main() -> int:

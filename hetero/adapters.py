@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.families import FAMILIES, Family, family_of
+from hetero.families import FAMILIES, Family, check_target_names, family_of
 from hetero.keys import key64
 from hetero.models import PassThrough
 from hetero.spec import AdapterSpec, StageSpec
@@ -59,7 +59,7 @@ def lora_config(spec: AdapterSpec, family: Family) -> Any:
     if targets == "auto":
         targets = list(family.default_targets)
     if isinstance(targets, list):
-        _check_names(targets, family)
+        check_target_names(targets, family)
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=spec.r,
@@ -74,16 +74,6 @@ def lora_config(spec: AdapterSpec, family: Family) -> Any:
         use_dora=spec.use_dora,
         fan_in_fan_out=family.model_type == "gpt2",
     )
-
-
-def _check_names(targets: list[str], family: Family) -> None:
-    known = {*family.linear_modules, "lm_head", family.embedding}
-    wrong = [name for name in targets if name.rpartition(".")[2] not in known]
-    if wrong:
-        raise ConfigError(
-            f"adapter.target_modules must name modules of a {family.model_type} model "
-            f"({', '.join(family.linear_modules)}), got {', '.join(map(repr, wrong))}"
-        )
 
 
 def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:

@@ -22,7 +22,8 @@ class ConsoleHandler(logging.Handler):
         if record.name == steps_log.name and console.is_terminal:
             return
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        console.print(prefix + self.format(record), markup=False, highlight=False, soft_wrap=True)
+        shown = logging.makeLogRecord(record.__dict__ | {"msg": prefix + record.getMessage(), "args": None})
+        console.print(self.format(shown), markup=False, highlight=False, soft_wrap=True)
 
 
 class StepProgress:

@@ -58,13 +58,12 @@ class RunResult:
     stages: list[tuple[str, str]] = field(default_factory=list)
 
 
-def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult:
+def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     """Runs what a configuration asks for, and leaves no process, port or half-written file behind.
 
     Args:
         resolved: the checked configuration.
         run_dir: the run's own folder; must not hold a run yet.
-        outputs: where launched workers keep their parts.
 
     Raises:
         ConfigError: something cannot work, found before any worker is contacted where it can be.
@@ -79,7 +78,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path, outputs: Path) -> RunResult
     with contextlib.ExitStack() as stack:
         loggers = _loggers(resolved, run_dir)
         secret = _secret(resolved)
-        launched = _launch(resolved, run_dir, outputs, secret, stack)
+        launched = _launch(resolved, run_dir, secret, stack)
         prepared = prepare(resolved)
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         workers = launched.addresses() if launched is not None else None
@@ -191,9 +190,7 @@ def _secret(resolved: ResolvedRun) -> bytes:
     return secret
 
 
-def _launch(
-    resolved: ResolvedRun, run_dir: Path, outputs: Path, secret: bytes, stack: contextlib.ExitStack
-) -> LocalWorkers | None:
+def _launch(resolved: ResolvedRun, run_dir: Path, secret: bytes, stack: contextlib.ExitStack) -> LocalWorkers | None:
     """Starts local workers where the hardware says so; shares this machine's cores among all processes."""
     if resolved.config.hardware.launch != "local" or not resolved.workers:
         return None
@@ -206,7 +203,7 @@ def _launch(
             entries,
             models_dir=models_dir,
             threads=threads,
-            outputs=outputs,
+            outputs=run_dir,  # their ports are new each time, so their folders belong to the run
             log_dir=run_dir,
             secret=secret,
             allow_targets=resolved.config.allow_targets,

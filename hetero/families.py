@@ -71,3 +71,18 @@ def family_of(model_type: str) -> Family:
             f"got model_type {model_type!r}: its layers would have to be checked stage by stage first"
         )
     return FAMILIES[model_type]
+
+
+def check_target_names(targets: list[str], family: Family) -> None:
+    """Checks that an adapter's targets are modules of a family.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    known = {*family.linear_modules, "lm_head", family.embedding}
+    wrong = [name for name in targets if name.rpartition(".")[2] not in known]
+    if wrong:
+        raise ConfigError(
+            f"adapter.target_modules must name modules of a {family.model_type} model "
+            f"({', '.join(family.linear_modules)}), got {', '.join(map(repr, wrong))}"
+        )

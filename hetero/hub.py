@@ -53,6 +53,36 @@ def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
     raise ConfigError(f"model.path must be a transformers model, but {path!r} has no {names[0]} on the hub")
 
 
+def has_data_set_answer(path: str) -> bool:
+    """Whether the hub says anything about a data set, be it that there is none; one short try."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "README.md", repo_type="dataset"), timeout=_HUB_TIMEOUT_S)
+    except HfHubHTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    except Exception as exc:  # the HTTP library's own errors: no common base with the above
+        return "timeout" not in type(exc).__name__.lower() and "connect" not in type(exc).__name__.lower()
+    return True
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Lets libraries look into their caches only: without it they try for half a minute to reach a hub that is not."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+
+
 @contextmanager
 def refusals_in_one_line(path: str, revision: str | None) -> Iterator[None]:
     """Turn the hub's refusals into one line with a remedy."""

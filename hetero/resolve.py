@@ -16,7 +16,7 @@ from hetero import registry, store
 from hetero.checked import convert
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts, read_facts
-from hetero.families import Family, family_of
+from hetero.families import Family, check_target_names, family_of
 from hetero.folders import local_name
 from hetero.plan import resolve_plan
 from hetero.schedule import policy_for
@@ -123,6 +123,8 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
     max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings)
     if not for_drawing:
+        if isinstance(config.adapter.target_modules, list):
+            check_target_names(config.adapter.target_modules, family)
         _check_for_training(config, facts, stages, max_length)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()

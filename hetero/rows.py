@@ -9,6 +9,7 @@ labels default to input_ids, input to nothing.
 """
 
 import codecs
+import contextlib
 import json
 import os
 from collections import Counter
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hetero import hub
 from hetero.errors import ConfigError
 from hetero.spec import DataSpec
 
@@ -156,8 +158,11 @@ def _read_hub(spec: DataSpec, path: str) -> Rows:
     try:
         if local.is_file():
             table = load_dataset(builder, data_files=str(local), split=spec.split)
+        elif local.is_dir():
+            table = load_dataset(str(local), spec.name, split=spec.split)
         else:
-            table = load_dataset(str(local) if local.is_dir() else path, spec.name, split=spec.split)
+            with contextlib.nullcontext() if hub.has_data_set_answer(path) else hub.offline():
+                table = load_dataset(path, spec.name, split=spec.split)
     # A missing data set, no network, a wrong split or configuration, a broken file: datasets raises all of these.
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError, DatasetsError) as exc:
         cause = " ".join(str(exc.__cause__ or exc).split())[:300]

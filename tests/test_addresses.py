@@ -240,7 +240,7 @@ def test_worker_listens_on_the_asked_address_alone_and_takes_no_secret_from_the_
     with worker(home / "out", *args, env={"HOME": str(home), **dict.fromkeys(names, "ff" * 32)}) as one:
         assert {(one.host, one.port)} == listening_sockets(one.running.process.pid)
         assert one.host == ("127.0.0.3" if args else "127.0.0.1")
-        assert "only this machine can connect; to let others: python -m hetero.pair" in one.running.text
+        one.running.wait_for("only this machine can connect; to let others: python -m hetero.pair")
         (own,) = home.rglob("secret-of-this-machine")
         assert own.read_bytes() != bytes.fromhex("ff" * 32)
 
