@@ -146,9 +146,8 @@ class SocketLink:
             told = isinstance(error, RemoteProtocolError) and self._tell(str(error))
             parts = told or (self._closing and self._flush)
         if parts:
-            with contextlib.suppress(
-                OSError, PeerError
-            ):  # TLS answers an end without its own closing words by an alert
+            # OpenSSL answers an end without TLS's own closing words by an alert, which may be all that comes.
+            with contextlib.suppress(OSError, PeerError):
                 self._part(TELL_S if told else FLUSH_S)
         with self._lock:
             self._outbox.clear()
