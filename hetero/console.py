@@ -21,9 +21,10 @@ class ConsoleHandler(logging.Handler):
         console = rich.get_console()
         if record.name == steps_log.name and console.is_terminal:
             return
-        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        shown = logging.makeLogRecord(record.__dict__ | {"msg": prefix + record.getMessage(), "args": None})
-        console.print(self.format(shown), markup=False, highlight=False, soft_wrap=True)
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {record.getMessage() if record.exc_info is None else text}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class StepProgress:
