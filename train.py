@@ -15,9 +15,15 @@ def train(raw: dict[str, Any], run_dir: Path) -> None:
     resolved = resolve(raw, shapes_dir=SHAPES_DIR)
     worker = worker_here(resolved.config)
     if worker is not None:
+        from hetero.transport.listening import start_listening
         from hetero.work import serve
 
-        serve(worker, outputs=Path(resolved.config.outputs), allow_targets=resolved.config.allow_targets)
+        serve(
+            worker,
+            start_listening(worker),
+            outputs=Path(resolved.config.outputs),
+            allow_targets=resolved.config.allow_targets,
+        )
         return
     from hetero.coordinate import coordinate
     from hetero.summary import log_summary

@@ -13,9 +13,12 @@ def work(raw: dict[str, Any], _: Path) -> None:
     from hetero.spec import WorkerConfig
 
     config = convert(raw, WorkerConfig)
+    from hetero.transport.listening import start_listening
+
+    listening = start_listening(config.worker)  # what is unsafe is refused before anything heavy is imported
     from hetero.work import serve
 
-    serve(config.worker, outputs=Path(config.outputs), allow_targets=config.allow_targets)
+    serve(config.worker, listening, outputs=Path(config.outputs), allow_targets=config.allow_targets)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ import msgspec
 
 from hetero.errors import ConfigError, PeerError
 from hetero.spec import WorkerEntry, WorkerSpec
+from hetero.transport.listening import start_listening
 
 log = logging.getLogger(__name__)
 
@@ -155,24 +156,25 @@ def main() -> int:
     def announce(host: str, port: int) -> None:
         print(json.dumps({"host": host, "port": port}), flush=True)
 
-    from hetero.work import serve
-
+    worker = msgspec.convert(settings["worker"], WorkerSpec)
     try:
-        worker = msgspec.convert(settings["worker"], WorkerSpec)
-        if worker.threads is not None:
-            import torch
-
-            torch.set_num_threads(worker.threads)
-        ok = serve(
-            worker,
-            outputs=Path(settings["outputs"]),
-            allow_targets=settings["allow_targets"],
-            secret=bytes.fromhex(settings["secret"]),
-            announce=announce,
-        )
+        listening = start_listening(worker, bytes.fromhex(settings["secret"]))
     except ConfigError as exc:
         log.error("%s", exc)
         return 2
+    import torch
+
+    from hetero.work import serve
+
+    if worker.threads is not None:
+        torch.set_num_threads(worker.threads)
+    ok = serve(
+        worker,
+        listening,
+        outputs=Path(settings["outputs"]),
+        allow_targets=settings["allow_targets"],
+        announce=announce,
+    )
     return 0 if ok else 1
 
 

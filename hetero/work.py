@@ -17,13 +17,12 @@ from hetero.folders import models_cache
 from hetero.machines import hardware_line, name_or_address
 from hetero.member import Member
 from hetero.runtime import step_plan_of
-from hetero.secret import secret_of_this_machine
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
-from hetero.transport import tcp
 from hetero.transport.addresses import HOW_TO_PAIR, parse
 from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
+from hetero.transport.listening import Listening
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Gather, Synced
 from hetero.wire.tensors import NAMES, as_bytes
@@ -31,39 +30,26 @@ from hetero.worker_session import WorkerSession
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT = 9999
-
 
 def serve(
     worker: WorkerSpec,
+    listening: Listening,
     *,
     outputs: Path,
     allow_targets: Sequence[str] = (),
-    secret: bytes | None = None,
     announce: Callable[[str, int], None] | None = None,
 ) -> bool:
-    """Listens and serves run after run until interrupted.
+    """Serves run after run until interrupted.
 
     Args:
         worker: what this machine's configuration says.
+        listening: where it listens, and for whom.
         outputs: where the worker keeps its latest part of an adapter.
         allow_targets: this machine's additions to the allow list.
-        secret: of the group that may connect; this machine's own, or that of its paired group, if None.
-        announce: called with the bound host and port once it listens.
-
-    Raises:
-        ConfigError: it cannot listen where it should.
+        announce: called with the bound host and port; None prints how to reach this worker instead.
     """
-    secret, paired = secret_of_this_machine() if secret is None else (secret, False)
-    identity = identity_of(secret)
-    listener = tcp.listen(
-        worker.host,
-        DEFAULT_PORT if worker.port is None else worker.port,
-        paired=paired,
-        allow_any=worker.allow_any_address,
-        allow_public=worker.allow_public_address,
-    )
-    host, port = listener.getsockname()[:2]
+    identity = identity_of(listening.secret)
+    host, port = listening.sock.getsockname()[:2]
 
     def make_transport(spec: RunSpec) -> TcpTransport:
         return make_transport_of(spec, allow_targets, identity)
@@ -71,11 +57,11 @@ def serve(
     def work(session: WorkerSession) -> None:
         work_on(session, worker, outputs / f"worker-{port}", allow_targets)
 
-    server = WorkerServer(listener, make_transport, identity)
+    server = WorkerServer(listening.sock, make_transport, identity)
     log.info("listening on %s (Ctrl-C ends)", show_address(host, port))
     if announce is None:
-        _say_how_to_reach(host, port, paired)
-    if announce is not None:
+        _say_how_to_reach(host, port, listening.paired)
+    else:
         announce(host, port)
     return server.serve(work, once=worker.once)
 

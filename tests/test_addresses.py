@@ -14,7 +14,7 @@ from hetero.errors import ConfigError
 from hetero.secret import secret_file, write_secret
 from hetero.transport import addresses
 from hetero.transport.addresses import bare_host, check_bind, default_address, is_private, parse
-from hetero.transport.tcp import listen
+from hetero.transport.listening import listen
 
 PRIVATE = [
     "10.0.0.1", "10.255.255.255", "172.16.0.1", "172.31.255.255", "192.168.1.5", "169.254.7.7", "100.64.0.1",
@@ -143,7 +143,7 @@ def with_cards(monkeypatch: pytest.MonkeyPatch, cards: dict[str, str]) -> None:
 
 
 def test_paired_machine_without_a_host_listens_on_its_default_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.transport.tcp.default_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("hetero.transport.listening.default_address", lambda: "127.0.0.1")
     with listen(None, 0, paired=True) as sock:
         assert sock.getsockname()[0] == "127.0.0.1"
 

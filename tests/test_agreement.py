@@ -31,7 +31,8 @@ from hetero.serve import WorkerServer
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec, WorkerEntry
 from hetero.transport.identity import identity_of
-from hetero.transport.tcp import TcpTransport, listen
+from hetero.transport.listening import listen
+from hetero.transport.tcp import TcpTransport
 from hetero.versions import versions
 from hetero.wire.headers import FrameType, Hello, Synced, Welcome
 from hetero.worker_session import WorkerSession

@@ -30,8 +30,9 @@ from tls13 import Refused, Tls13
 from hetero.errors import LocalProtocolError, PeerError
 from hetero.transport.identity import identity_of
 from hetero.transport.link import Received
+from hetero.transport.listening import listen
 from hetero.transport.socket_link import HANDSHAKE_S, SocketLink
-from hetero.transport.tcp import TcpTransport, listen
+from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Hello
 
 SECRET = bytes(range(32))

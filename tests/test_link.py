@@ -17,9 +17,10 @@ from peers import DEADLINE_S, EXAMPLES, Events, feed, hostile_blobs, make_flow, 
 from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
 from hetero.transport.channel import PlainChannel
 from hetero.transport.link import Closed, Received
+from hetero.transport.listening import listen
 from hetero.transport.loopback import link_pair
 from hetero.transport.socket_link import SocketLink
-from hetero.transport.tcp import TcpTransport, listen
+from hetero.transport.tcp import TcpTransport
 from hetero.wire.flow import LinkFlow, pack_shapes
 from hetero.wire.frames import PREFIX, FrameReader
 from hetero.wire.headers import MAX_HEADER_BYTES, Control, Fault, FrameType, Hello, Reason, Step, TensorEntry, Tensors

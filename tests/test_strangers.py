@@ -27,7 +27,8 @@ from hetero.serve import MAX_WAITING_AN_ADDRESS, WorkerServer
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec, WorkerEntry
 from hetero.transport.identity import identity_of
-from hetero.transport.tcp import TcpTransport, listen
+from hetero.transport.listening import listen
+from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType
 from hetero.worker_session import WorkerSession
 

@@ -7,8 +7,10 @@ import pytest
 from peers import DEADLINE_S, EXAMPLES, Events, wait_until
 
 from hetero.errors import ConfigError, PeerError
+from hetero.transport.addresses import bare_host
 from hetero.transport.identity import identity_of
-from hetero.transport.tcp import TcpTransport, bare_host, listen, tune
+from hetero.transport.listening import listen
+from hetero.transport.tcp import TcpTransport, tune
 from hetero.wire.headers import FrameType, Hello
 
 

@@ -1,4 +1,4 @@
-"""TCP: listening, dialling, and links over the sockets that come of it.
+"""TCP: dialling, and links over connected sockets.
 
 Sockets become links in one place, `TcpTransport.link`, and there they are encrypted and both sides prove who they are.
 """
@@ -9,8 +9,8 @@ import errno
 import socket
 import time
 
-from hetero.errors import ConfigError, LocalProtocolError, PeerError, show_address
-from hetero.transport.addresses import LOOPBACK, bare_host, check_bind, default_address, parse
+from hetero.errors import LocalProtocolError, PeerError
+from hetero.transport.addresses import bare_host
 from hetero.transport.channel import TlsChannel
 from hetero.transport.identity import Identity
 from hetero.transport.link import Deliver
@@ -20,7 +20,6 @@ from hetero.wire.tensors import BufferPool
 
 ADVICE = "is worker.py running there (transport.connect_timeout_s)?"
 _RETRY_S = 0.2
-_BACKLOG = 1024  # a flood that fills it would let the kernel drop a member's SYN, which comes again after 1 s
 
 
 class TcpTransport:
@@ -99,45 +98,6 @@ class TcpTransport:
                 time.sleep(_RETRY_S)
         tune(sock)
         return sock
-
-
-def listen(
-    host: str | None, port: int, *, paired: bool = False, allow_any: bool = False, allow_public: bool = False
-) -> socket.socket:
-    """A listening socket, on an address that a worker may listen on.
-
-    Args:
-        host: the address or name to bind; None is 127.0.0.1, and once paired the address of the default route.
-        port: 0 lets the system choose.
-        paired: this machine has the secret of a group.
-        allow_any: `worker.allow_any_address`.
-        allow_public: `worker.allow_public_address`.
-
-    Raises:
-        ConfigError: the address must not be listened on, or the port is taken.
-    """
-    asked = bare_host(host or (default_address() if paired else LOOPBACK))
-    try:
-        family, _, _, _, address = socket.getaddrinfo(asked, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as exc:
-        raise ConfigError(f"worker.host must be an address of this machine, got {host!r} ({exc})") from None
-    check_bind(host or asked, parse(str(address[0])), paired=paired, allow_any=allow_any, allow_public=allow_public)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError as exc:
-        sock.close()
-        if exc.errno != errno.EADDRINUSE:
-            raise ConfigError(
-                f"worker.host and worker.port must be free to bind, got {show_address(asked, port)} ({exc.strerror})"
-            ) from None
-        raise ConfigError(
-            f"worker.port must be free, but something listens on {show_address(asked, port)} already: end it or "
-            "choose another with worker.port=N (0 lets the system choose)"
-        ) from None
-    return sock
 
 
 def tune(sock: socket.socket) -> None:

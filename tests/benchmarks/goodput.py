@@ -34,6 +34,7 @@ from hetero.transport import tcp
 from hetero.transport.addresses import LOOPBACK
 from hetero.transport.channel import Channel, PlainChannel
 from hetero.transport.link import Closed, Link, Received
+from hetero.transport.listening import listen
 from hetero.transport.socket_link import SocketLink
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.flow import LinkFlow, pack_shapes
@@ -358,7 +359,7 @@ def _congestion_control() -> str:
     """Of a connection on 127.0.0.1."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return "unknown"
-    with tcp.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as sock:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as sock:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
@@ -374,7 +375,7 @@ def connect(port: int, host: str = LOOPBACK) -> socket.socket:
 
 
 def accept(port: int, host: str = LOOPBACK) -> socket.socket:
-    with tcp.listen(host, port, paired=True) as listener:
+    with listen(host, port, paired=True) as listener:
         sock, _ = listener.accept()
     tcp.tune(sock)
     return sock
