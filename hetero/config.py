@@ -51,22 +51,23 @@ def run_script(task: Task, config_name: str) -> int:
         config_name: file in conf/.
 
     Returns:
-        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 130 or 143 after a signal.
+        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 130 or 143 after a signal; 1 after a
+        sweep whose jobs failed in both ways.
     """
-    failed: list[int] = []
-    began = False
+    failed: dict[int, int] = {}  # number of a job -> its exit code
+    began = 0
     full_errors = bool(os.environ.get("HYDRA_FULL_ERROR"))
 
     def job(cfg: DictConfig) -> None:
         nonlocal began
-        began = True
+        began += 1
         try:
             task(_plain(cfg), Path(HydraConfig.get().runtime.output_dir))
         except HeteroError as exc:
             if full_errors:
                 raise
             log.error("%s", exc)
-            failed.append(2 if isinstance(exc, ConfigError) else 1)
+            failed[began - 1] = 2 if isinstance(exc, ConfigError) else 1
 
     # Libraries' notes to their own developers; ours are errors in the tests.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
@@ -92,7 +93,11 @@ def run_script(task: Task, config_name: str) -> int:
     except _Terminated:
         sys.stderr.write("terminated\n")
         return 143
-    return failed[0] if len(failed) == 1 else int(bool(failed))
+    if failed and began > 1:
+        numbers = ", ".join(map(str, failed))
+        sys.stderr.write(f"{len(failed)} of {began} jobs failed: {numbers} (each one's log has the reason)\n")
+    codes = set(failed.values())
+    return codes.pop() if len(codes) == 1 else int(bool(codes))
 
 
 class _Terminated(BaseException):

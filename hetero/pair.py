@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     file = secret_file()
     try:
+        if arguments.action == "machines" and arguments.new:
+            raise ConfigError("--new goes with show and join, got machines --new")
         if arguments.action == "machines":
             lines = [f"{m.id}: {show_address(m.host, m.port)}, device {m.device}" for m in remembered()]
         elif arguments.action == "join":
@@ -50,12 +52,13 @@ def _show(file: Path, *, new: bool) -> list[str]:
     if secret is None:
         secret = new_secret()
         write_secret(file, secret)
+    join = "join --new" if new else "join"
     return [
         f"A new secret is in {file}." if made else f"This machine has a secret already, in {file}.",
         "",
         f"    {to_code(secret)}",
         "",
-        "On each of the other machines run   python -m hetero.pair join   and give it this code.",
+        f"On each of the other machines run   python -m hetero.pair {join}   and give it this code.",
         "Whoever has the code is a member of the group: send it by a way that you trust.",
         "Workers that are running have to be started again.",
     ]

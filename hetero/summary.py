@@ -60,6 +60,8 @@ def _next(result: RunResult) -> str:
     points = [stage.start for stage in result.spec.stages[1:]]
     if not points:
         return "two stages: shard_plan=even"
+    num_layers = result.spec.num_hidden_layers
     moved = [[point + shift for point in points] for shift in (-1, 0, 1)]
+    moved = [option for option in moved if option[0] > 0 and option[-1] < num_layers]
     options = ",".join(str(option).replace(" ", "") for option in moved)
     return f"compare split points: python train.py -m ... shard_plan=split 'shard_plan.split_points={options}'"

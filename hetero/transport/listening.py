@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from hetero.errors import ConfigError, show_address
 from hetero.secret import secret_of_this_machine
@@ -34,6 +35,8 @@ def start_listening(worker: WorkerSpec, secret: bytes | None = None) -> Listenin
     Raises:
         ConfigError: it must not or cannot listen there.
     """
+    if worker.models_dir is not None and not Path(worker.models_dir).expanduser().is_dir():
+        raise ConfigError(f"worker.models_dir must be a folder with a folder for each model, got {worker.models_dir!r}")
     secret, paired = secret_of_this_machine() if secret is None else (secret, False)
     sock = listen(
         worker.host,
