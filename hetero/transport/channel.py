@@ -117,8 +117,8 @@ class TlsChannel:
             return True
         except ssl.SSLError as exc:
             raise PeerError(
-                f"could not prove to be a member of this group ({_reason(exc)}); pair it: python -m hetero.pair shows the "
-                "code, python -m hetero.pair join --new takes it; then start the worker again"
+                f"could not prove to be a member of this group ({_reason(exc)}); pair it: python -m hetero.pair shows "
+                "the code, python -m hetero.pair join --new takes it; then start the worker again"
             ) from exc
         self._identity.check_peer(self._tls)
         return None
