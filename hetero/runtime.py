@@ -19,7 +19,7 @@ from hetero.schedule import Op, Policy, next_op, policy_for
 from hetero.spec import ScheduleSpec
 from hetero.stage import IGNORED_LABEL, Stage
 from hetero.transport.link import Link, Received
-from hetero.wire.flow import RIDERS, pack_shapes
+from hetero.wire.flow import RIDERS, pack_shapes, unpack_shapes
 from hetero.wire.headers import FrameType, Step, Tensors
 from hetero.wire.tensors import DTYPES, pack, unpack
 
@@ -199,9 +199,6 @@ class _OneStep:
 
 def step_plan_of(event: Received) -> StepPlan:
     """The step that a received STEP frame announces."""
-    import struct
-
-    header, payload = event.frame.header, event.frame.payload
+    header = event.frame.header
     assert isinstance(header, Step)
-    numbers = struct.unpack(f"<{payload.nbytes // 4}i", payload)
-    return StepPlan(header.step, header.label_tokens, list(zip(numbers[::2], numbers[1::2], strict=True)))
+    return StepPlan(header.step, header.label_tokens, unpack_shapes(event.frame.payload))

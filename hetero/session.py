@@ -49,7 +49,6 @@ class _Worker:
 
     peer: Peer
     link: Link | None = None
-    attempts: int = 0
     seen: dict[str, str] = field(default_factory=dict)
 
 
@@ -249,7 +248,6 @@ class CoordinatorSession:
             silence_s=self._transport.io_timeout_s,
         )
         worker.link, worker.seen = link, {}
-        worker.attempts += 1
         link.send(FrameType.HELLO, self._hello("control", stage), [memoryview(self.spec.to_json())])
         link.start()
 

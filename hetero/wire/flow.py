@@ -19,6 +19,12 @@ def pack_shapes(shapes: Sequence[tuple[int, int]]) -> bytes:
     return struct.pack(f"<{2 * len(shapes)}i", *(number for shape in shapes for number in shape))
 
 
+def unpack_shapes(payload: bytes | memoryview) -> list[tuple[int, int]]:
+    """What `pack_shapes` packed; the length must be a multiple of 8 bytes."""
+    numbers = struct.unpack(f"<{len(payload) // 4}i", payload)
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
 class LinkFlow:
     """Keeps count on one link and refuses what the plan does not imply.
 
@@ -58,8 +64,7 @@ class LinkFlow:
             raise RemoteProtocolError(f"step {self._step + 1} must follow, got step {header.step}")
         if len(shapes_payload) == 0 or len(shapes_payload) % 8:
             raise RemoteProtocolError(f"micro-batch shapes are pairs of int32, got {len(shapes_payload)} bytes")
-        numbers = struct.unpack(f"<{len(shapes_payload) // 4}i", shapes_payload)
-        shapes = list(zip(numbers[::2], numbers[1::2], strict=True))
+        shapes = unpack_shapes(shapes_payload)
         for rows, length in shapes:
             if not (1 <= rows <= self._max_rows and 1 <= length <= self._max_length):
                 raise RemoteProtocolError(
