@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 import threading
@@ -15,6 +16,8 @@ from hetero.errors import ConfigError
 
 # The default generator of a device belongs to the process; whoever keys it holds this lock while its draws last.
 _GENERATOR_LOCK = threading.RLock()
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def available_types() -> list[str]:
@@ -71,6 +74,17 @@ class Device:
         """Memory that this device has."""
         return int(psutil.virtual_memory().total)
 
+    def keep_freed_memory(self) -> None:
+        """Lets this process keep what it frees for its next tensors, where its C library is GNU's.
+
+        By default the C library gives large blocks back at once, and each micro-batch's logits and activations are new
+        pages that the kernel has to clear: 6 to 8 % of a step of SmolLM2's last stage.
+        """
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+        if mallopt is not None:
+            for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+                mallopt(setting, 1 << 30)  # the setting stays as it is where this C library does not allow the value
+
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
 
@@ -122,6 +136,9 @@ class CudaDevice(Device):
         """Memory of the card."""
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
+    def keep_freed_memory(self) -> None:
+        """torch's allocator does so on the card."""
+
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
         torch.cuda.synchronize(self.torch_device)
@@ -155,6 +172,9 @@ class MpsDevice(Device):
     def total_memory_bytes(self) -> int:
         """Memory that the driver recommends not to exceed."""
         return int(torch.mps.recommended_max_memory())
+
+    def keep_freed_memory(self) -> None:
+        """torch's allocator does so on the GPU."""
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hetero import adapters, models
@@ -19,6 +18,7 @@ from hetero.device import Device
 from hetero.families import family_of
 from hetero.keys import key64
 from hetero.spec import RunSpec
+from hetero.token_loss import token_loss
 from hetero.wire.tensors import DTYPES
 
 IGNORED_LABEL = -100
@@ -159,8 +159,7 @@ class Stage:
         """Sum over this micro-batch's label tokens / label tokens of the whole step; logits only where a label is."""
         targets = labels[:, 1:]
         keep = targets != IGNORED_LABEL
-        logits = self.model.get_output_embeddings()(hidden[:, :-1][keep])  # [N, V]
-        return F.cross_entropy(logits.float(), targets[keep], reduction="sum") / max(1, label_tokens)
+        return token_loss(self.model.get_output_embeddings(), hidden[:, :-1][keep], targets[keep], label_tokens)
 
     @contextmanager
     def _keyed(self, step: int, micro_batch: int) -> Iterator[None]:
@@ -205,6 +204,7 @@ def build_stage(spec: RunSpec, index: int, model_path: str | Path, device: Devic
     Raises:
         ConfigError: the model or the adapter cannot be what the spec says.
     """
+    device.keep_freed_memory()
     plan = spec.stages[index]
     dtype_name = plan.dtype or spec.model.dtype
     device.check_dtype(dtype_name, key=f"shard_plan.stages[{index}].dtype")
