@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -14,8 +12,7 @@ from hetero.errors import PeerError
 from hetero.transport.identity import Identity
 
 _RECORD_BYTES = 16 * 1024  # the most that one TLS record holds (RFC 8446, section 5.1)
-_READ_BYTES = 1 << 18  # the most that is received before sending has its turn
-_WRITE_BYTES = 1 << 20  # given to OpenSSL at a time
+_CHUNK_BYTES = 1 << 18  # moved in one direction before the other has its turn
 
 
 class Channel(Protocol):
@@ -92,6 +89,9 @@ class PlainChannel:
 class TlsChannel:
     """Mutual TLS 1.3 between members of a group; not one byte passes before both have proved the secret.
 
+    OpenSSL works between two buffers in memory, and the socket moves what is in them: one system call for many records
+    where OpenSSL itself would make one or two for each. One thread at a time.
+
     Args:
         sock: connected.
         identity: of this process.
@@ -101,41 +101,52 @@ class TlsChannel:
     def __init__(self, sock: socket.socket, identity: Identity, *, dialler: bool) -> None:
         sock.setblocking(False)
         context = identity.client if dialler else identity.server
-        self._tls = context.wrap_socket(sock, server_side=not dialler, do_handshake_on_connect=False)
+        self.socket = sock
         self._identity = identity
-        self._owed: memoryview | bytes | None = None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not dialler)
+        self._landing = memoryview(b"")  # where the socket's bytes come in; taken once the peer is known
+        self._owed = memoryview(b"")  # encrypted, not yet on the line
         self._broken: OSError | PeerError | None = None
-        self.socket: socket.socket = self._tls
 
     def handshake(self) -> bool | None:
         """See `Channel`."""
         try:
-            self._tls.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        except ssl.SSLWantWriteError:
-            return True
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    if not self._flush():
+                        return True
+                    if not self._fetch(_RECORD_BYTES):
+                        return False
         except ssl.SSLError as exc:
+            with contextlib.suppress(OSError):
+                self._flush()  # the alert
             raise PeerError(
                 f"could not prove to be a member of this group ({_reason(exc)}); pair it: python -m hetero.pair shows "
                 "the code, python -m hetero.pair join --new takes it; then start the worker again"
             ) from exc
         self._identity.check_peer(self._tls)
+        self._flush()
         return None
 
     def receive_into(self, buffer: memoryview) -> int | None:
         """See `Channel`; OpenSSL gives one record at a time, here several are put together."""
         if self._broken is not None:
             raise self._broken
-        room, received = buffer[:_READ_BYTES], 0
+        room, received = buffer[:_CHUNK_BYTES], 0
         while room.nbytes:
             try:
-                count = self._tls.recv_into(room)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return received or None
+                count = int(self._tls.read(room.nbytes, room))  # a number, whatever typeshed says, with a buffer
+            except ssl.SSLWantReadError:
+                if received or not self._fetch_or_break():
+                    return received or None
+                continue
             except ssl.SSLEOFError:
                 return received
-            except OSError as exc:
+            except ssl.SSLError as exc:
                 self._broken = _as_error(exc)
                 if not received:
                     raise self._broken from exc
@@ -147,62 +158,71 @@ class TlsChannel:
         return received
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """See `Channel`.
-
-        A write that OpenSSL could not finish must be repeated with the same bytes (SSL_write(3)), and part of them may
-        be on the line: they are this object's from then on, whatever becomes of the queue.
-        """
-        if self._owed is not None and not self._write(self._owed):
+        """See `Channel`; what is encrypted is this object's, whatever becomes of the queue."""
+        if not self._flush():
             return 0
-        self._owed = None
-        if not buffers:
-            return 0
-        chunk = _front(buffers)
-        if not self._write(chunk):
-            self._owed = chunk
-        return len(chunk)
+        taken = 0
+        for buffer in buffers:
+            part = buffer[: _CHUNK_BYTES - taken]
+            try:
+                taken += self._tls.write(part)  # never blocks: it grows the buffer
+            except ssl.SSLError as exc:
+                raise _as_error(exc) from exc
+            if taken == _CHUNK_BYTES:
+                break
+        self._flush()
+        return taken
 
     def owes(self) -> bool:
         """See `Channel`."""
-        return self._owed is not None
-
-    def _write(self, chunk: memoryview | bytes) -> bool:
-        """Sends all of it, or notes how far it came and gives False."""
-        try:
-            return self._tls.send(chunk) == len(chunk)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
-        except ssl.SSLEOFError as exc:  # what OpenSSL makes of a reset; what the peer said before can still be read
-            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from exc
-        except ssl.SSLError as exc:
-            raise _as_error(exc) from exc
+        return bool(self._owed) or self._outgoing.pending > 0
 
     def pending(self) -> bool:
         """See `Channel`."""
-        return self._tls.pending() > 0
+        return self._tls.pending() > 0 or self._incoming.pending > 0
 
     def end_sending(self) -> None:
         """See `Channel`; the stream's end is TCP's."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_WR)  # SSLSocket's own forgets the encryption: no reading then
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def _flush(self) -> bool:
+        """Sends what is encrypted; False where some of it has to wait."""
+        while self.owes():
+            if not self._owed:
+                self._owed = memoryview(self._outgoing.read())
+            try:
+                self._owed = self._owed[self.socket.send(self._owed) :]
+            except BlockingIOError:
+                return False
+        return True
+
+    def _fetch(self, most: int) -> bool:
+        """Takes encrypted bytes, or the end of the stream, off the socket; False where there are none now."""
+        if self._landing.nbytes < most:
+            self._landing = memoryview(bytearray(most))
+        try:
+            count = self.socket.recv_into(self._landing)
+        except BlockingIOError:
+            return False
+        if count:
+            self._incoming.write(self._landing[:count])
+        else:
+            self._incoming.write_eof()
+        return True
+
+    def _fetch_or_break(self) -> bool:
+        """`_fetch`; a failure of the network is every later call's too."""
+        try:
+            return self._fetch(_CHUNK_BYTES)
+        except OSError as exc:
+            self._broken = exc
+            raise
 
 
 def _as_error(exc: OSError) -> OSError | PeerError:
     """A failure of the encryption as the peer's; one of the network as it is."""
     return PeerError(f"the encrypted connection broke ({_reason(exc)})") if isinstance(exc, ssl.SSLError) else exc
-
-
-def _front(buffers: Sequence[memoryview]) -> memoryview | bytes:
-    """The first bytes of the buffers; small ones share a record with what follows, each would cost one of its own."""
-    first = buffers[0]
-    if first.nbytes >= _RECORD_BYTES or len(buffers) == 1:
-        return first[:_WRITE_BYTES]
-    joined = bytearray()
-    for buffer in buffers:
-        joined += buffer[: _RECORD_BYTES - len(joined)]
-        if len(joined) == _RECORD_BYTES:
-            break
-    return bytes(joined)
 
 
 def _reason(exc: ssl.SSLError) -> str:

@@ -41,14 +41,14 @@ class Identity:
     server: ssl.SSLContext
     client: ssl.SSLContext
 
-    def check_peer(self, sock: ssl.SSLSocket) -> None:
+    def check_peer(self, tls: ssl.SSLSocket | ssl.SSLObject) -> None:
         """Compares the peer's certificate with the group's, after the handshake.
 
         Raises:
             PeerError: it is another one, or the connection is not TLS 1.3.
         """
-        theirs = sock.getpeercert(binary_form=True) or b""
-        if sock.version() != "TLSv1.3" or not hmac.compare_digest(theirs, self.certificate):
+        theirs = tls.getpeercert(binary_form=True) or b""
+        if tls.version() != "TLSv1.3" or not hmac.compare_digest(theirs, self.certificate):
             raise PeerError("is not a member of this group: it does not have the same secret (python -m hetero.pair)")
 
 

@@ -30,8 +30,9 @@ def pack(tensors: dict[str, torch.Tensor]) -> tuple[list[TensorEntry], list[memo
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The raw bytes of a tensor, a view where it is contiguous and on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # one element counts as contiguous whatever its stride
+    flat = tensor.detach().to("cpu").reshape(-1)
+    if flat.stride() != (1,):  # one element counts as contiguous whatever its stride
+        flat = flat.contiguous().as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).numpy().data
 
 
