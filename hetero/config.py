@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import ConfigError, HeteroError
+from hetero.stopping import Terminated
 
 if sys.version_info >= (3, 14):  # hydra 1.3.8 fails there while it defines its options
     raise SystemExit("hetero needs Python 3.11, 3.12 or 3.13: hydra-core 1.3.8 does not start on 3.14")
@@ -90,7 +91,7 @@ def run_script(task: Task, config_name: str) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except _Terminated:
+    except Terminated:
         sys.stderr.write("terminated\n")
         return 143
     if failed and began > 1:
@@ -100,12 +101,8 @@ def run_script(task: Task, config_name: str) -> int:
     return codes.pop() if len(codes) == 1 else int(bool(codes))
 
 
-class _Terminated(BaseException):
-    """SIGTERM; like KeyboardInterrupt it passes through everything that handles errors."""
-
-
 def _raise_terminated(*_: object) -> None:
-    raise _Terminated
+    raise Terminated
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -68,4 +68,4 @@ class StepProgress:
             record["tokens_per_s"],
         )
         metrics = f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
-        self._progress.update(self._task, advance=1, metrics=metrics)
+        self._progress.update(self._task, completed=record["step"], metrics=metrics)

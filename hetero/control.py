@@ -1,8 +1,10 @@
 """The run's state machine for coordinator and worker, sans-IO: frames and disconnects in, actions out.
 
 coordinator   JOIN --all WELCOME--> SYNC --all SYNCED--> RUN(step) --all READY, APPLY--> RUN(step + 1) ...
-              RUN --GATHER--> GATHER --all state in--> RUN | STOP
+              APPLY(save): state comes in while the run goes on; GATHER: state comes in, no step follows
 worker        LISTEN --HELLO--> JOINED --SYNC--> RUN ... --STOP, ABORT, a fault--> LISTEN
+
+A fault in any phase ends the session; the run goes on in another one, with a higher epoch.
 """
 
 from __future__ import annotations
@@ -64,6 +66,13 @@ class StatePiece:
 
 
 @dataclass(frozen=True)
+class StopAsked:
+    """Somebody wants the run to end after this step, with a checkpoint."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Send:
     """Action: send this frame to the worker of a stage."""
 
@@ -76,7 +85,7 @@ class Send:
 class Notify:
     """Action: tell the compute thread."""
 
-    event: Joined | AllSynced | StepReady | StatePiece
+    event: Joined | AllSynced | StepReady | StatePiece | StopAsked
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Retry:
-    """Action: the worker is busy; dial it again later."""
+    """Action: the worker is busy or not there yet; dial it again later."""
 
     stage: int
     reason: str
@@ -105,9 +114,9 @@ class Peer:
     host: str
     port: int
 
-    def error(self, reason: str, step: int | None = None) -> PeerError:
-        """A fault of this peer."""
-        return PeerError(reason, stage=self.stage, host=self.host, port=self.port, step=step)
+    def error(self, reason: str, step: int | None = None, *, lost: bool = False) -> PeerError:
+        """A fault of this peer; `lost` where only the connection to it is gone."""
+        return PeerError(reason, stage=self.stage, host=self.host, port=self.port, step=step, lost=lost)
 
 
 class Phase(enum.Enum):
@@ -116,7 +125,6 @@ class Phase(enum.Enum):
     JOIN = "join"
     SYNC = "sync"
     RUN = "run"
-    GATHER = "gather"
     OVER = "over"
 
 
@@ -127,10 +135,12 @@ class CoordinatorControl:
     Args:
         peers: the workers, by stage.
         epoch: number of this session within the run.
+        recovers: a lost peer ends this session only, and the workers are told so.
     """
 
     peers: dict[int, Peer]
     epoch: int
+    recovers: bool = False
     phase: Phase = Phase.JOIN
     step: int | None = None
     _welcomes: dict[int, Welcome] = field(default_factory=dict)
@@ -138,6 +148,8 @@ class CoordinatorControl:
     _synced: dict[int, Synced] = field(default_factory=dict)
     _ready: dict[int, Ready] = field(default_factory=dict)
     _norms: dict[int, memoryview] = field(default_factory=dict)
+    _saving: set[int] = field(default_factory=set)  # stages whose state is on its way
+    _gathering: bool = False
 
     def received(self, stage: int, frame: Frame) -> list[Action]:
         """A frame came from a worker; one that comes after the end means nothing."""
@@ -148,11 +160,13 @@ class CoordinatorControl:
         except RemoteProtocolError as exc:
             return self._fail(self.peers[stage].error(str(exc), self.step))
 
-    def closed(self, stage: int, reason: str) -> list[Action]:
-        """A worker's control connection ended."""
+    def closed(self, stage: int, reason: str, *, lost: bool = False) -> list[Action]:
+        """A worker's control connection ended; `lost` where nobody broke a rule."""
         if self.phase is Phase.OVER:
             return []
-        return self._fail(self.peers[stage].error(reason, self.step))
+        if lost and self.phase is Phase.JOIN and stage not in self._welcomes:
+            return [Retry(stage, reason)]  # it may be starting, or ending a session before this one
+        return self._fail(self.peers[stage].error(reason, self.step, lost=lost))
 
     def sync(self, step: int, num_tensors: dict[int, int]) -> list[Action]:
         """Everyone is to continue after `step` finished steps; each stage's tensors follow as STATE frames."""
@@ -166,33 +180,46 @@ class CoordinatorControl:
     def begin_step(self, step: int) -> None:
         """The coordinator starts to compute a step."""
         self._expect(Phase.RUN)
+        if self._gathering:
+            raise LocalProtocolError("no step may follow a GATHER, whose order among a worker's steps is not known")
         self.step = step
 
-    def apply(self, clip_factor: float) -> list[Action]:
-        """The decision about the step that all are ready with."""
+    def apply(self, clip_factor: float, *, save: bool = False) -> list[Action]:
+        """The decision about the step that all are ready with; with `save` each then sends its state."""
         self._expect(Phase.RUN)
         assert self.step is not None
         assert len(self._ready) == len(self.peers)
         self._ready, self._norms = {}, {}
-        return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor)) for s in self.peers]
+        if save:
+            self._begin_saving()
+        return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor, save=save)) for s in self.peers]
 
     def gather(self, step: int) -> list[Action]:
-        """Everyone is to send the adapter as it is after `step`."""
+        """Everyone is to send its state as it is after `step`; no step follows in this session."""
         self._expect(Phase.RUN)
-        self.phase = Phase.GATHER
+        self._begin_saving()
+        self._gathering = True
         return [Send(stage, FrameType.GATHER, Gather(step=step)) for stage in self.peers]
 
-    def gathered(self) -> None:
-        """All state is in."""
-        self._expect(Phase.GATHER)
-        self.phase = Phase.RUN
+    def state_complete(self, stage: int) -> None:
+        """A stage's state is in, all of it."""
+        self._saving.discard(stage)
 
-    def end(self, type_: FrameType, reason: str) -> list[Action]:
+    def is_saving(self) -> bool:
+        """Whether state is still on its way."""
+        return bool(self._saving)
+
+    def _begin_saving(self) -> None:
+        if self._saving:
+            raise LocalProtocolError("the state of an earlier step is still on its way")
+        self._saving = set(self.peers)
+
+    def end(self, type_: FrameType, reason: str, *, again: bool = False) -> list[Action]:
         """Ends the session with STOP or ABORT; disconnects that follow are no fault."""
         if self.phase is Phase.OVER:
             return []
         self.phase = Phase.OVER
-        return [Send(stage, type_, Reason(reason=reason[:2000])) for stage in self.peers]
+        return [Send(stage, type_, Reason(reason=reason[:2000], again=again)) for stage in self.peers]
 
     def _received(self, stage: int, frame: Frame) -> list[Action]:
         header = frame.header
@@ -201,12 +228,13 @@ class CoordinatorControl:
         if isinstance(header, Reject):
             self._expect_remote(Phase.JOIN, frame)
             if not header.permanent:
-                return [Retry(stage, header.reason)]
+                return [Retry(stage, f"refused: {header.reason}")]
             return self._fail(self.peers[stage].error(f"refused: {header.reason}"))
         if isinstance(header, Reason):
-            return self._fail(self.peers[stage].error(f"ended: {header.reason}", self.step))
+            return [Notify(StopAsked(header.reason))]
         if isinstance(header, State):
-            self._expect_remote(Phase.GATHER, frame)
+            if stage not in self._saving:
+                raise RemoteProtocolError("state came that nobody asked for")
             return [Notify(StatePiece(stage, header, frame.payload))]
         if isinstance(header, Welcome):
             self._expect_remote(Phase.JOIN, frame)
@@ -232,7 +260,7 @@ class CoordinatorControl:
 
     def _on_ready(self, stage: int, frame: Frame, header: Ready) -> list[Action]:
         self._expect_remote(Phase.RUN, frame)
-        if header.step != self.step or stage in self._ready:
+        if header.step != self.step or stage in self._ready or self._gathering:
             raise RemoteProtocolError(f"READY of step {self.step} must come once, got step {header.step}")
         if frame.payload.nbytes % 8:
             raise RemoteProtocolError(f"norms are float64, got {frame.payload.nbytes} bytes")
@@ -243,15 +271,16 @@ class CoordinatorControl:
 
     def explain(self, stage: int, fault: Fault) -> PeerError:
         """What a peer's ERROR says: its own fault, or one of a neighbour of its."""
+        step = fault.step or self.step
         if fault.stage is None:
-            return self.peers[stage].error(fault.reason, fault.step or self.step)
+            return self.peers[stage].error(fault.reason, step, lost=fault.lost)
         known = self.peers.get(fault.stage)
         host, port = (known.host, known.port) if known else (fault.host, fault.port)
-        return PeerError(fault.reason, stage=fault.stage, host=host, port=port, step=fault.step or self.step)
+        return PeerError(fault.reason, stage=fault.stage, host=host, port=port, step=step, lost=fault.lost)
 
     def _fail(self, error: PeerError) -> list[Action]:
         """Ends the session; the other workers are told why."""
-        return [*self.end(FrameType.ABORT, str(error)), Fail(error)]
+        return [*self.end(FrameType.ABORT, str(error), again=self.recovers and error.lost), Fail(error)]
 
     def _expect(self, phase: Phase) -> None:
         if self.phase is not phase:

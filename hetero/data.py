@@ -43,6 +43,13 @@ class DataSet:
     examples: tuple[Example, ...]
     summary: str
 
+    def digest(self) -> str:
+        """SHA-256 of all rows, tokens and labels in order, in hex: two runs with the same one see the same steps."""
+        found = hashlib.sha256()
+        for example in self.examples:
+            found.update(repr((example.row, example.input_ids, example.labels)).encode())
+        return found.hexdigest()
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:

@@ -1,5 +1,7 @@
 """The exception tree: what can go wrong, by whose fault."""
 
+from __future__ import annotations
+
 
 class HeteroError(Exception):
     """Every error that hetero raises on purpose; its text is one line for the person who runs it."""
@@ -22,6 +24,7 @@ class PeerError(HeteroError):
         host: the peer's host as configured.
         port: the peer's port.
         step: the optimizer step (from 1) during which it happened; None outside of a step.
+        lost: the connection is gone or was silent: the machine may come back, and the run go on with it.
     """
 
     def __init__(
@@ -32,11 +35,18 @@ class PeerError(HeteroError):
         host: str | None = None,
         port: int | None = None,
         step: int | None = None,
+        lost: bool = False,
     ) -> None:
         # A reason may hold a peer's own words: no line breaks and no terminal codes in a log.
         self.reason = "".join(c if c.isprintable() else repr(c)[1:-1] for c in reason)
-        self.stage, self.host, self.port, self.step = stage, host, port, step
+        self.stage, self.host, self.port, self.step, self.lost = stage, host, port, step, lost
         super().__init__(self._text())
+
+    def in_step(self, step: int) -> PeerError:
+        """The same with the step in which it happened, where that is not known yet."""
+        if self.step is not None:
+            return self
+        return PeerError(self.reason, stage=self.stage, host=self.host, port=self.port, step=step, lost=self.lost)
 
     def _text(self) -> str:
         who = "the peer" if self.stage is None else f"stage {self.stage}"

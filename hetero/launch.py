@@ -78,22 +78,47 @@ class LocalWorkers:
 
     def __enter__(self) -> LocalWorkers:
         for number, settings in enumerate(self._settings, 1):
-            log_file = (self._log_dir / f"worker-{number}.log").open("w", encoding="utf-8")
-            self._logs.append(log_file)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hetero.launch"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                text=True,
-                cwd=Path(__file__).parent.parent,
-                start_new_session=True,  # Ctrl-C in the terminal is the coordinator's to handle
-            )
-            self._processes.append(process)
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(settings) + "\n")
-            process.stdin.flush()
+            self._logs.append((self._log_dir / f"worker-{number}.log").open("a", encoding="utf-8"))
+            self._processes.append(self._start(settings, self._logs[-1]))
         return self
+
+    @staticmethod
+    def _start(settings: dict[str, Any], log_file: IO[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hetero.launch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            start_new_session=True,  # Ctrl-C in the terminal is the coordinator's to handle
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings) + "\n")
+        process.stdin.flush()
+        return process
+
+    def replace_lost(self, lost: int | None) -> None:
+        """Starts workers again that have ended, and the lost one, each on its port.
+
+        Args:
+            lost: the stage of a worker that gives no sign of life, though its process may still be there.
+
+        Raises:
+            PeerError: one ended at its start.
+        """
+        replaced = []
+        for number, process in enumerate(self._processes, 1):
+            if process.poll() is None and number != lost:
+                continue
+            process.kill()
+            process.wait()
+            _close_pipes(process)
+            log.info("starting the local worker of stage %d again", number)
+            self._processes[number - 1] = self._start(self._settings[number - 1], self._logs[number - 1])
+            replaced.append(number)
+        for number in replaced:
+            self._announced(number)
 
     def addresses(self) -> list[WorkerEntry]:
         """The workers with their real ports, once they listen.
@@ -102,31 +127,35 @@ class LocalWorkers:
             PeerError: one ended before it did.
         """
         found = []
-        for stage, (entry, process) in enumerate(zip(self._entries, self._processes, strict=True), 1):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.strip():
-                process.wait(END_S)
-                log_file = self._log_dir / f"worker-{stage}.log"
-                last = log_file.read_text(encoding="utf-8").strip().splitlines()[-1:] or ["no message"]
-                raise PeerError(
-                    f"the launched worker ended at its start: {last[0]} (see {log_file})",
-                    stage=stage,
-                    host=entry.host,
-                    port=entry.port,
-                )
-            answer = json.loads(line)
+        for stage, entry in enumerate(self._entries, 1):
+            answer = self._announced(stage)
             found.append(msgspec.structs.replace(entry, host=answer["host"], port=answer["port"]))
+            self._settings[stage - 1]["worker"] |= answer  # it has the same address when it must be started again
         return found
+
+    def _announced(self, stage: int) -> dict[str, Any]:
+        """Host and port of a worker, once it listens."""
+        entry, process = self._entries[stage - 1], self._processes[stage - 1]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.strip():
+            process.wait(END_S)
+            log_file = self._log_dir / f"worker-{stage}.log"
+            last = log_file.read_text(encoding="utf-8").strip().splitlines()[-1:] or ["no message"]
+            raise PeerError(
+                f"the launched worker ended at its start: {last[0]} (see {log_file})",
+                stage=stage,
+                host=entry.host,
+                port=entry.port,
+            )
+        answer = json.loads(line)
+        return {"host": answer["host"], "port": answer["port"]}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._processes:
-            for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    if stream is not None:
-                        stream.close()
+            _close_pipes(process)
         for process in self._processes:
             try:
                 process.wait(END_S)
@@ -137,12 +166,20 @@ class LocalWorkers:
             log_file.close()
 
 
+def _close_pipes(process: subprocess.Popen[str]) -> None:
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()
+
+
 def _end_with_parent(stream: IO[str]) -> None:
     """Ends this process when the coordinator's pipe does, gently at first."""
     while stream.read(4096):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(END_S - 1.0)
+    for _ in range(2):  # the second one does not wait for a coordinator's answer
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait((END_S - 1.0) / 2)
     os._exit(1)
 
 

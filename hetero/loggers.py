@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from hetero import folders
 from hetero.errors import ConfigError
 
 
@@ -17,6 +18,9 @@ class RunLogger(Protocol):
 
     def step(self, record: dict[str, Any]) -> None:
         """A step is done."""
+
+    def rewind(self, step: int) -> None:
+        """Steps after this one will be taken again, after a fault."""
 
     def finish(self, error: str | None) -> None:
         """The run is over; `error` says why where it failed."""
@@ -44,6 +48,14 @@ class JsonlLogger:
         assert self._file is not None
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Takes the lines of later steps out."""
+        assert self._file is not None
+        self._file.close()
+        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
+        folders.write_text(self._path, "".join(line + "\n" for line in kept))
+        self._file = self._path.open("a", encoding="utf-8")
 
     def finish(self, error: str | None) -> None:
         """Closes the file."""
@@ -104,6 +116,9 @@ class WandbLogger:
         for stage in record["stages"]:
             flat |= {f"stage/{stage['id']}/{key}": value for key, value in stage.items() if key != "id"}
         self._run.log(flat, step=record["step"])
+
+    def rewind(self, step: int) -> None:
+        """Nothing: the steps that are taken again have the same numbers, and those that are there already stay."""
 
     def finish(self, error: str | None) -> None:
         """Closes the run, as failed where there was an error."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero.control import StepReady
 from hetero.data import Example, MicroBatch, indices_of_step, micro_batches
 from hetero.errors import NumericError, PeerError
+from hetero.failpoints import hit
 from hetero.member import Member
 from hetero.optim import clip_factor, global_norm
 from hetero.runtime import StepPlan
+from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import DataSpec, RunSpec
+from hetero.stopping import Stop
 from hetero.wire.headers import Ready
 
 
@@ -31,6 +34,10 @@ class Training:
         data: its settings (order and padding side).
         pad_id: token that fills up short rows.
         on_step: gets each step's record, as `metrics.jsonl` holds it.
+        first_step: that is to be run; earlier ones are in the state that all stages hold.
+        stop: says whether the run is to end after the step that it is in.
+        saver: saves everybody's state now and then.
+        shapes: stage -> global key -> shape of what trains there.
     """
 
     spec: RunSpec
@@ -40,16 +47,22 @@ class Training:
     data: DataSpec
     pad_id: int
     on_step: Callable[[dict[str, Any]], None]
+    saver: Saver
+    first_step: int = 1
+    stop: Stop = field(default_factory=Stop)
+    shapes: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
 
 
 def train(training: Training) -> None:
-    """Runs all steps of a run.
+    """Runs all steps of a run that are left, or as many as there is time for before it is to stop.
 
     Raises:
         PeerError: a worker failed; the step is named.
         NumericError: a loss or a gradient is not finite; no stage has taken the step.
     """
-    for step in range(1, training.spec.total_steps + 1):
+    for step in range(training.first_step, training.spec.total_steps + 1):
+        if training.stop.reason is not None:
+            return
         training.on_step(run_step(training, step))
 
 
@@ -64,21 +77,29 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     label_tokens = sum(batch.label_tokens for batch in batches)
     shapes = [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in batches]
     training.session.begin_step(step)
+    hit("coordinator.step_begun")
     try:
         own, norms, _ = training.member.run_step(
             StepPlan(step, label_tokens, shapes), [batch.tensors() for batch in batches]
         )
         others = training.session.wait_ready()
     except PeerError as exc:
-        if exc.step is not None:
-            raise
-        raise PeerError(exc.reason, stage=exc.stage, host=exc.host, port=exc.port, step=step) from exc
+        raise exc.in_step(step) from exc
+    hit("coordinator.all_ready")
     readies = {0: own} | (others.ready if others is not None else {})
     _refuse_non_finite(training.spec, step, readies)
     norm = global_norm([*norms.tolist(), *_other_norms(training.session, others)])
     factor = clip_factor(norm, training.spec.loop.max_grad_norm)
-    training.session.apply(factor)
+    save = None
+    if training.saver.due(step) and not training.session.is_saving():
+        save = training.saver.begin(step, training.shapes)
+    training.session.apply(factor, save)
+    hit("coordinator.decided")
     rate = training.member.apply(step, factor)
+    hit("coordinator.applied")
+    if save is not None:
+        save.part(0, training.member.state())
+        hit("coordinator.state_taken")
     elapsed = time.perf_counter() - started
     return {
         "step": step,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from hetero import device as devices
 from hetero import registry
-from hetero.adapters import load_tensors
 from hetero.inbox import Inbox
 from hetero.optim import learning_rate
 from hetero.runtime import Runtime, StepPlan, StepWork
 from hetero.spec import RunSpec
 from hetero.stage import Stage
+from hetero.training_state import part_of, put_state, take_state
 from hetero.transport.link import Link
 from hetero.wire.headers import Ready
 
@@ -29,7 +29,6 @@ class Member:
         model_path: where this machine has the model.
         device_name: device to use where the plan names none.
         allow_targets: this machine's additions to the allow list.
-        inbox: where this process's links deliver.
 
     Raises:
         ConfigError: the stage cannot be built on this machine.
@@ -43,7 +42,6 @@ class Member:
         model_path: str | Path,
         device_name: str,
         allow_targets: Sequence[str] = (),
-        inbox: Inbox,
     ) -> None:
         self.spec, self.index = spec, index
         plan = spec.stages[index]
@@ -58,14 +56,15 @@ class Member:
             if parameters
             else None
         )
-        self._inbox = inbox
+        self._initial = take_state(self.stage.trained, None)
         self._runtime: Runtime | None = None
         self._links: tuple[Link, ...] = ()
         self._sent_before = 0
 
-    def connect(self, upstream: Link | None, downstream: Link | None) -> None:
-        """Gives the stage its links."""
+    def connect(self, inbox: Inbox, upstream: Link | None, downstream: Link | None) -> None:
+        """Gives the stage the links of a session, and where they deliver."""
         dtypes = self.spec.boundary_dtypes
+        self._sent_before = 0
         self._links = tuple(link for link in (upstream, downstream) if link is not None)
         self._runtime = Runtime(
             self.stage,
@@ -73,16 +72,26 @@ class Member:
             num_stages=len(self.spec.stages),
             schedule=self.spec.schedule,
             vocab_size=self.spec.vocab_size,
-            inbox=self._inbox,
+            inbox=inbox,
             upstream=upstream,
             downstream=downstream,
             upstream_dtype=dtypes[self.index - 1] if self.index else "float32",
             downstream_dtype=dtypes[self.index] if self.index < len(dtypes) else "float32",
         )
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes over values for its trained tensors."""
-        load_tensors(self.stage.trained, tensors)
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Becomes what the state says, whatever it was; without any, what it was when it was built.
+
+        Args:
+            state: of the whole run or of this stage, by state name.
+        """
+        own = part_of(state, self.stage.trained)
+        put_state(self.stage.trained, self._optimizer, own or self._initial)
+        self.stage.end_step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy on the host of what this stage would need to go on, by state name."""
+        return take_state(self.stage.trained, self._optimizer)
 
     def run_step(
         self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]] | None = None

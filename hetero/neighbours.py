@@ -81,7 +81,9 @@ def open_link(
         raise failure
     if refusal or not answered:
         link.close()
-        raise peer.error(f"refused the link: {refusal[0]}" if refusal else "gave no answer to the link's HELLO")
+        if refusal:
+            raise peer.error(f"refused the link: {refusal[0]}")
+        raise peer.error("gave no answer to the link's HELLO", lost=True)
     return link
 
 
@@ -91,14 +93,25 @@ def pass_on(event: Received, inbox: Inbox, peer: Peer) -> None:
     if event.frame.type is not FrameType.ERROR:
         inbox.put(event)
     elif header.stage is None:
-        inbox.fail(peer.error(header.reason, header.step))
+        inbox.fail(peer.error(header.reason, header.step, lost=header.lost))
     else:
-        inbox.fail(PeerError(header.reason, stage=header.stage, host=header.host, port=header.port, step=header.step))
+        inbox.fail(
+            PeerError(
+                header.reason,
+                stage=header.stage,
+                host=header.host,
+                port=header.port,
+                step=header.step,
+                lost=header.lost,
+            )
+        )
 
 
 def named(error: HeteroError, peer: Peer) -> PeerError:
     """A connection's error with the peer's name on it."""
-    return peer.error(error.reason if isinstance(error, PeerError) else str(error))
+    if isinstance(error, PeerError):
+        return peer.error(error.reason, lost=error.lost)
+    return peer.error(str(error))
 
 
 def is_end(event: Any) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero.errors import RemoteProtocolError
+from hetero.failpoints import hit
 from hetero.inbox import Inbox
 from hetero.schedule import Op, Policy, next_op, policy_for
 from hetero.spec import ScheduleSpec
@@ -136,6 +137,8 @@ class _OneStep:
             riders = {name: batch[name] for name in RIDERS if name in batch}
             self._send(self._rt._downstream, FrameType.FORWARD, self._num_forward, riders, hidden=hidden)
         self._num_forward += 1
+        if not self._rt.stage.is_first:
+            hit("worker.forward_done")
 
     def _backward(self) -> None:
         grad = None if self._rt.stage.is_last else self._grads.popleft()
@@ -144,6 +147,8 @@ class _OneStep:
             assert grad_in is not None
             self._send(self._rt._upstream, FrameType.BACKWARD, self._num_backward, {}, grad=grad_in)
         self._num_backward += 1
+        if not self._rt.stage.is_first:
+            hit("worker.backward_done")
 
     def _send(
         self, link: Link, type_: FrameType, micro_batch: int, riders: dict[str, torch.Tensor], **large: torch.Tensor

@@ -16,6 +16,7 @@ from hetero.errors import ConfigError, HeteroError, PeerError
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, named, pass_on
 from hetero.spec import RunSpec
+from hetero.stopping import signals_ask
 from hetero.transport.identity import Identity
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport, tune
@@ -66,12 +67,14 @@ class WorkerServer:
         self._current: WorkerSession | None = None
         self._waiting: set[Link] = set()
         self._default = TcpTransport(identity=identity)
-        self._stopping = False
+        self._stopping = self._asked_stop = False
         self._strangers = 0
         self._said_at = -math.inf
 
     def serve(self, work: Work, *, once: bool = False) -> bool:
-        """Runs session after session until interrupted; with `once` ends after the first.
+        """Runs session after session until interrupted; with `once` ends after the first run.
+
+        A signal during a session asks the coordinator to end the run, and this worker ends with it.
 
         Returns:
             Whether the last session ended without a fault.
@@ -80,8 +83,10 @@ class WorkerServer:
         thread.start()
         try:
             while True:
-                ok = self._run(self._sessions.get(lambda e: isinstance(e, WorkerSession)), work)
-                if once:
+                session = self._sessions.get(lambda e: isinstance(e, WorkerSession))
+                with signals_ask(lambda name, session=session: self._ask_stop(session, name)):
+                    over, ok = self._run(session, work)
+                if self._asked_stop or (once and over):
                     return ok
         finally:
             self._stopping = True
@@ -95,37 +100,51 @@ class WorkerServer:
             if session is not None:
                 session.end(Fault(reason="this worker was ended"))
 
-    def _run(self, session: WorkerSession, work: Work) -> bool:
-        """One session; whatever happens in it, the worker listens again afterwards."""
+    def _ask_stop(self, session: WorkerSession, signal_name: str) -> bool:
+        self._asked_stop = session.ask_stop(f"{signal_name} at stage {session.member.stage}")
+        if self._asked_stop:
+            log.info("%s: asking the coordinator to end the run after this step", signal_name)
+        return self._asked_stop
+
+    def _run(self, session: WorkerSession, work: Work) -> tuple[bool, bool]:
+        """One session; whatever happens in it, the worker listens again afterwards.
+
+        Returns:
+            Whether the run is over, as far as this worker knows, and whether there was no fault.
+        """
         member = session.member
         log.info("run %s: this worker is stage %d of %d", member.run_id, member.stage, len(session.spec.stages))
-        fault = self._work(session, work)
+        over, fault = self._work(session, work)
         session.end(fault)
         with self._lock:
             self._current = None
-        return fault is None
+        return over, fault is None
 
     @staticmethod
-    def _work(session: WorkerSession, work: Work) -> Fault | None:
+    def _work(session: WorkerSession, work: Work) -> tuple[bool, Fault | None]:
         run_id = session.member.run_id
         try:
             work(session)
         except SessionOver as over:
             log.info("run %s ended: %s", run_id, over)
+            return not over.again, None
         except PeerError as exc:
             # A neighbour may close its link before the coordinator's word that the run is over arrives here.
-            if (reason := session.end_announced()) is not None:
-                log.info("run %s ended: %s", run_id, reason)
-                return None
+            if (end := session.end_announced()) is not None:
+                log.info("run %s ended: %s", run_id, end.reason)
+                return not end.again, None
             log.error("run %s: %s", run_id, exc)
-            return Fault(reason=exc.reason[:2000], stage=exc.stage, host=exc.host, port=exc.port, step=exc.step)
+            fault = Fault(
+                reason=exc.reason[:2000], stage=exc.stage, host=exc.host, port=exc.port, step=exc.step, lost=exc.lost
+            )
+            return not exc.lost, fault
         except HeteroError as exc:
             log.error("run %s: %s", run_id, exc)
-            return Fault(reason=str(exc)[:2000])
+            return True, Fault(reason=str(exc)[:2000])
         except Exception as exc:
             log.exception("run %s: a defect of this program", run_id)
-            return Fault(reason=" ".join(f"{type(exc).__name__}: {exc}".split())[:2000])
-        return None
+            return True, Fault(reason=" ".join(f"{type(exc).__name__}: {exc}".split())[:2000])
+        return True, None
 
     def _accept(self) -> None:
         while True:
@@ -212,7 +231,7 @@ class WorkerServer:
         if hello.stage >= len(spec.stages):
             return Reject(reason=f"the plan has {len(spec.stages)} stages, got stage {hello.stage}", permanent=True)
         if current is not None:  # the same run at a higher epoch: the old session is over
-            current.inbox.fail(PeerError(f"epoch {hello.epoch} began", stage=0))
+            current.inbox.fail(PeerError(f"epoch {hello.epoch} began", stage=0, lost=True))
             return Reject(reason="ending the epoch before", permanent=False)
         session = WorkerSession(
             spec,

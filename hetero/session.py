@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -23,13 +24,14 @@ from hetero.control import (
     Send,
     StatePiece,
     StepReady,
+    StopAsked,
 )
 from hetero.errors import HeteroError, LocalProtocolError, PeerError
+from hetero.gathering import Gathering
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, open_link
 from hetero.relay import open_relay
 from hetero.spec import RunSpec
-from hetero.state import StateAssembler
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.versions import differences, versions
@@ -63,6 +65,8 @@ class CoordinatorSession:
         transport: how to dial.
         instance: this process, so that a restarted one is told apart.
         commands: functions for messages that workers send.
+        on_stop_asked: called on an I/O thread with the reason why a worker wants the run to end.
+        recovers: after a lost peer the run goes on in another session.
     """
 
     def __init__(
@@ -75,31 +79,37 @@ class CoordinatorSession:
         transport: TcpTransport,
         instance: str,
         commands: CommandTable | None = None,
+        on_stop_asked: Callable[[str], None] | None = None,
+        recovers: bool = False,
     ) -> None:
         self.spec, self.run_id, self.epoch, self.inbox = spec, run_id, epoch, inbox
         self._transport, self._instance = transport, instance
         self._commands = commands or CommandTable()
         peers = {i: Peer(i, w.host, w.port) for i, w in enumerate(spec.workers, 1)}
         self._workers = {stage: _Worker(peer) for stage, peer in peers.items()}
-        self._control = CoordinatorControl(peers, epoch)
+        self._control = CoordinatorControl(peers, epoch, recovers=recovers)
         self._lock = threading.RLock()
+        self._on_stop_asked = on_stop_asked
+        self._gathering: Gathering | None = None
         self._downstream: Link | None = None
         self._relays: list[Link] = []
 
     # --- joining -----------------------------------------------------------------------------------------------
 
-    def join(self, model: dict[str, str] | None = None) -> None:
-        """Connects to every worker and waits for their WELCOMEs; any start order within connect_timeout_s.
+    def join(self, model: dict[str, str] | None = None, *, within_s: float | None = None) -> None:
+        """Connects to every worker and waits for their WELCOMEs; any start order within the time.
 
         Args:
             model: fingerprint of this machine's base model.
+            within_s: the time; connect_timeout_s where None.
 
         Raises:
             PeerError: a worker cannot be reached, refuses, or is about to run something else.
         """
         if not self._workers:
             return
-        give_up_at = time.monotonic() + self._transport.connect_timeout_s
+        limit_s = self._transport.connect_timeout_s if within_s is None else within_s
+        give_up_at = time.monotonic() + limit_s
         for stage in self._workers:
             self._dial(stage, give_up_at)
         while True:
@@ -109,14 +119,16 @@ class CoordinatorSession:
             except TimeoutError:
                 missing = [w.peer for w in self._workers.values() if not w.seen]
                 raise missing[0].error(
-                    f"gave no answer within {self._transport.connect_timeout_s:g} s (transport.connect_timeout_s); "
-                    "is it a hetero worker?"
+                    f"gave no answer within {limit_s:g} s "
+                    f"({'transport.connect_timeout_s' if within_s is None else 'recovery.wait_s'}); "
+                    "is it a hetero worker?",
+                    lost=True,
                 ) from None
             if isinstance(event, Joined):
                 break
             worker = self._workers[event.stage]
             if time.monotonic() + RETRY_BUSY_S > give_up_at:
-                raise worker.peer.error(f"refused: {event.reason}")
+                raise worker.peer.error(event.reason, lost=True)
             time.sleep(RETRY_BUSY_S)
             self._dial(event.stage, give_up_at)
         for stage, welcome in event.welcomes.items():
@@ -179,37 +191,24 @@ class CoordinatorSession:
             return None
         return self.inbox.get(lambda e: isinstance(e, StepReady))  # type: ignore[no-any-return]
 
-    def apply(self, clip_factor: float) -> None:
-        """Sends the one decision about the step."""
+    def apply(self, clip_factor: float, save: Gathering | None = None) -> None:
+        """Sends the one decision about the step; with `save` every worker's state then comes in there."""
         if self._workers:
             with self._lock:
-                self._perform(self._control.apply(clip_factor))
+                self._gathering = save or self._gathering
+                self._perform(self._control.apply(clip_factor, save=save is not None))
 
-    def gather(self, step: int, expected: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-        """Every worker's trained tensors as they are after `step`, by global key.
+    def gather(self, into: Gathering) -> None:
+        """Lets every worker send its state as it is now; no step follows in this session."""
+        if self._workers:
+            with self._lock:
+                self._gathering = into
+                self._perform(self._control.gather(into.step))
 
-        Args:
-            step: the last finished step.
-            expected: key -> shape of all tensors of the adapter.
-        """
-        if not self._workers:
-            return {}
+    def is_saving(self) -> bool:
+        """Whether state of workers is still on its way."""
         with self._lock:
-            self._perform(self._control.gather(step))
-        waiting = {stage: StateAssembler(expected) for stage in self._workers}
-        gathered: dict[str, torch.Tensor] = {}
-        while waiting:
-            piece = self.inbox.get(lambda e: isinstance(e, StatePiece))
-            assembler = waiting[piece.stage]
-            try:
-                done = assembler.add(piece.header, piece.payload)
-            except PeerError as exc:
-                raise self._workers[piece.stage].peer.error(exc.reason, step) from None
-            if done:
-                gathered |= assembler.tensors
-                del waiting[piece.stage]
-        self._control.gathered()
-        return gathered
+            return self._control.is_saving()
 
     def peer(self, stage: int) -> Peer:
         """Where a worker is."""
@@ -223,10 +222,16 @@ class CoordinatorSession:
 
     # --- ending ------------------------------------------------------------------------------------------------
 
-    def end(self, *, stop: bool, reason: str) -> None:
-        """Ends the session: STOP after a finished run, ABORT otherwise; returns within a few seconds."""
+    def end(self, *, stop: bool, reason: str, again: bool = False) -> None:
+        """Ends the session: STOP after a finished run, ABORT otherwise; returns within a few seconds.
+
+        Args:
+            stop: the run is over as it should be.
+            reason: for the workers' logs.
+            again: the run goes on in another session.
+        """
         with self._lock:
-            self._perform(self._control.end(FrameType.STOP if stop else FrameType.ABORT, reason))
+            self._perform(self._control.end(FrameType.STOP if stop else FrameType.ABORT, reason, again=again))
         links = [w.link for w in self._workers.values() if w.link is not None]
         links += [self._downstream] if self._downstream is not None else []
         links += self._relays
@@ -258,8 +263,8 @@ class CoordinatorSession:
                 return  # an earlier attempt
             if isinstance(event, Closed):
                 if event.error is not None:
-                    reason = event.error.reason if isinstance(event.error, PeerError) else str(event.error)
-                    self._perform(self._control.closed(stage, reason))
+                    reason, lost = _reason_and_loss(event.error)
+                    self._perform(self._control.closed(stage, reason, lost=lost))
                 return
             header = event.frame.header
             if event.frame.type is FrameType.CONTROL:
@@ -289,13 +294,31 @@ class CoordinatorSession:
             if action.type not in (FrameType.ABORT, FrameType.STOP):
                 raise
 
+    def _notify(self, event: Joined | AllSynced | StepReady | StatePiece | StopAsked) -> None:
+        if isinstance(event, StopAsked):
+            if self._on_stop_asked is not None:
+                self._on_stop_asked(event.reason)
+        elif isinstance(event, StatePiece):
+            assert self._gathering is not None
+            try:
+                if self._gathering.piece(event.stage, event.header, event.payload):
+                    self._control.state_complete(event.stage)
+            except PeerError as exc:
+                self._perform([Fail(self._workers[event.stage].peer.error(exc.reason, self._gathering.step))])
+        else:
+            self.inbox.put(event)
+
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 self._tell(action)
             elif isinstance(action, Notify):
-                self.inbox.put(action.event)
+                self._notify(action.event)
             elif isinstance(action, Retry):
                 self.inbox.put(action)
             else:
                 self.inbox.fail(action.error)
+
+
+def _reason_and_loss(error: HeteroError) -> tuple[str, bool]:
+    return (error.reason, error.lost) if isinstance(error, PeerError) else (str(error), False)

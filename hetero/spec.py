@@ -148,6 +148,27 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: Literal["none", "layer"] = "none"
 
 
+class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """How often everything that a run has learned is saved, where, and from where it goes on."""
+
+    every_steps: AtLeast1 | None = None
+    every_minutes: Annotated[float, Meta(gt=0)] | None = None
+    keep_last: Annotated[int, Meta(ge=2)] = 2
+    dir: str | None = None
+    resume: AtLeast0 | Name | None = None
+
+    def is_on(self) -> bool:
+        """Whether checkpoints are written."""
+        return self.every_steps is not None or self.every_minutes is not None
+
+
+class RecoverySpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of a run that loses a machine."""
+
+    wait_s: Annotated[float, Meta(ge=0)] = 0.0
+    replan: bool = False
+
+
 class AdamWArgs(Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of `hetero.optim.adamw`."""
 
@@ -217,6 +238,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: dict[str, Any]
     lr_schedule: LrScheduleSpec
     loop: LoopSpec
+    checkpoint: CheckpointSpec
+    recovery: RecoverySpec
     worker: WorkerSpec
     outputs: Name
     logger: dict[str, dict[str, Any]] | None = None

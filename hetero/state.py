@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hetero.errors import PeerError
+from hetero.training_state import may_be_state
 from hetero.wire.headers import State, TensorEntry
 from hetero.wire.tensors import DTYPES, as_bytes
-
-_ALLOWED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class StateAssembler:
     """Puts the pieces of a sender's STATE frames together, each where it belongs and once.
 
     Args:
-        expected: name -> shape of every tensor that may come; nothing is allocated for any other.
+        expected: global key -> shape of every tensor that trains on the stage; nothing is allocated for what cannot be
+            its state.
         total: how many tensors must come; None leaves that to the sender, who may send fewer than are expected.
     """
 
@@ -56,8 +56,7 @@ class StateAssembler:
         return done and header.index == self._total - 1
 
     def _begin(self, entry: TensorEntry) -> None:
-        shape = self._expected.get(entry.name)
-        if shape is None or list(shape) != list(entry.shape) or entry.dtype not in _ALLOWED_DTYPES:
+        if not may_be_state(entry, self._expected):
             raise PeerError(f"sent state {entry.name!r} {entry.dtype} {entry.shape}, which this run does not have")
         if entry.name in self.tensors:
             raise PeerError(f"sent state {entry.name!r} twice")

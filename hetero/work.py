@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from hetero import registry, store
 from hetero.adapter_files import save_adapter
 from hetero.agreement import shapes_digest
 from hetero.errors import PeerError, show_address
+from hetero.failpoints import hit
 from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
 from hetero.machines import hardware_line, name_or_address
@@ -24,9 +23,10 @@ from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
 from hetero.transport.listening import Listening
 from hetero.transport.tcp import TcpTransport
+from hetero.training_state import adapter_of
 from hetero.wire.headers import FrameType, Gather, Synced
 from hetero.wire.tensors import NAMES, as_bytes
-from hetero.worker_session import WorkerSession
+from hetero.worker_session import SessionOver, WorkerSession
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,10 @@ def serve(
     def make_transport(spec: RunSpec) -> TcpTransport:
         return make_transport_of(spec, allow_targets, identity)
 
+    builder = StageBuilder(worker, allow_targets)
+
     def work(session: WorkerSession) -> None:
-        work_on(session, worker, outputs / f"worker-{port}", allow_targets)
+        work_on(session, builder, outputs / f"worker-{port}")
 
     server = WorkerServer(listening.sock, make_transport, identity)
     log.info("listening on %s (Ctrl-C ends)", show_address(host, port))
@@ -104,7 +106,36 @@ def locate_model(spec: RunSpec, models_dir: str | None) -> str | Path:
     return store.find_weights(spec.model.path, revision=spec.model.revision, local_paths=False)
 
 
-def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targets: Sequence[str]) -> None:
+class StageBuilder:
+    """Builds this worker's stage, and keeps it for the same run's next session, which a fault may make necessary.
+
+    Args:
+        worker: what this machine's configuration says.
+        allow_targets: this machine's additions to the allow list.
+    """
+
+    def __init__(self, worker: WorkerSpec, allow_targets: Sequence[str]) -> None:
+        self.worker, self._allow_targets = worker, allow_targets
+        self._kept: tuple[tuple[str, str, int], Member] | None = None
+
+    def build(self, session: WorkerSession, model_path: str | Path) -> Member:
+        """The stage that a session needs, new or as the last session left it."""
+        spec, index = session.spec, session.member.stage
+        key = (session.member.run_id, spec.digest(), index)
+        if self._kept is not None and self._kept[0] == key:
+            return self._kept[1]
+        self.forget()  # before another one is built: two may not fit
+        device = self.worker.device if self.worker.device != "auto" else spec.workers[index - 1].device
+        member = Member(spec, index, model_path=model_path, device_name=device, allow_targets=self._allow_targets)
+        self._kept = key, member
+        return member
+
+    def forget(self) -> None:
+        """Lets the stage go."""
+        self._kept = None
+
+
+def work_on(session: WorkerSession, builder: StageBuilder, folder: Path) -> None:
     """One session from SYNC to its end.
 
     Raises:
@@ -112,22 +143,18 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
         HeteroError: a fault.
     """
     spec, index = session.spec, session.member.stage
-    model_path = locate_model(spec, worker.models_dir)
+    model_path = locate_model(spec, builder.worker.models_dir)
     session.welcome(fingerprint(model_path) if isinstance(model_path, Path) else {})
+    hit("worker.welcomed")
     sync = session.wait_sync()
-    member = Member(
-        spec,
-        index,
-        model_path=model_path,
-        device_name=_device_of(spec, index, worker),
-        allow_targets=allow_targets,
-        inbox=session.inbox,
-    )
+    member = builder.build(session, model_path)
+    hit("worker.built")
     shapes = {key: list(parameter.shape) for key, parameter in member.stage.trained.items()}
-    if tensors := session.wait_state(sync, shapes):
-        member.load_state(tensors)
+    member.restore(session.wait_state(sync, shapes))
+    hit("worker.restored")
     session.connect()
-    member.connect(session.upstream, session.downstream)
+    hit("worker.linked")
+    member.connect(session.inbox, session.upstream, session.downstream)
     stage = member.stage
     log.info("layers [%d, %d) on %s", spec.stages[index].start, spec.stages[index].end, stage.device)
     synced = Synced(
@@ -139,35 +166,42 @@ def work_on(session: WorkerSession, worker: WorkerSpec, folder: Path, allow_targ
         adapter=shapes_digest(shapes),
     )
     session.send(FrameType.SYNCED, synced)
-    while True:
-        order = session.next_order()
-        if isinstance(order.frame.header, Gather):
-            _give_state(session, member, folder)
-        else:
-            _do_step(session, member, order)
+    hit("worker.synced")
+    try:
+        while True:
+            order = session.next_order()
+            if isinstance(order.frame.header, Gather):
+                _give_state(session, member, folder)
+            else:
+                _do_step(session, member, order, folder)
+    except SessionOver as over:
+        if not over.again:
+            builder.forget()
+        raise
 
 
-def _device_of(spec: RunSpec, index: int, worker: WorkerSpec) -> str:
-    """The worker's own setting wins over the coordinator's list of machines."""
-    return worker.device if worker.device != "auto" else spec.workers[index - 1].device
-
-
-def _do_step(session: WorkerSession, member: Member, order: Received) -> None:
+def _do_step(session: WorkerSession, member: Member, order: Received, folder: Path) -> None:
     plan = step_plan_of(order)
+    hit("worker.step_begun")
     try:
         ready, norms, _ = member.run_step(plan)
         session.send(FrameType.READY, ready, (as_bytes(norms),) if norms.numel() else ())
+        hit("worker.ready_sent")
         apply = session.wait_apply()
     except PeerError as exc:
-        if exc.step is None:
-            raise PeerError(exc.reason, stage=exc.stage, host=exc.host, port=exc.port, step=plan.step) from exc
-        raise
+        raise exc.in_step(plan.step) from exc
+    hit("worker.decision_here")
     member.apply(apply.step, apply.clip_factor)
+    hit("worker.applied")
+    if apply.save:
+        _give_state(session, member, folder)
 
 
 def _give_state(session: WorkerSession, member: Member, folder: Path) -> None:
-    """Sends the stage's trained tensors and keeps a copy on this machine."""
-    tensors: dict[str, torch.Tensor] = member.stage.state()
-    session.send_state(tensors)
-    if tensors and member.stage.adapter is not None:
-        save_adapter(folder / "adapter-stage", member.stage.adapter, tensors)
+    """Sends a copy of the stage's state, in its own time, and keeps the adapter's part on this machine."""
+    state = member.state()
+    hit("worker.state_taken")
+    session.send_state(state)
+    hit("worker.state_queued")
+    if state and member.stage.adapter is not None:
+        save_adapter(folder / "adapter-stage", member.stage.adapter, adapter_of(state))

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from hetero.control import Membership, Peer
-from hetero.errors import HeteroError, PeerError
+from hetero.errors import HeteroError, LocalProtocolError, PeerError
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, is_end, open_link
 from hetero.spec import RunSpec
 from hetero.state import StateAssembler
+from hetero.training_state import adapter_of
 from hetero.transport.link import Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.versions import versions
@@ -44,7 +45,16 @@ STAR = "if these two machines cannot reach one another, transport.topology=star 
 
 
 class SessionOver(Exception):
-    """The coordinator ended the session; not a fault."""
+    """The coordinator ended the session; not a fault.
+
+    Args:
+        reason: why.
+        again: the run goes on in another session.
+    """
+
+    def __init__(self, reason: str, *, again: bool) -> None:
+        super().__init__(reason)
+        self.again = again
 
 
 @dataclass
@@ -82,11 +92,11 @@ class WorkerSession:
         return self._next((Sync,)).frame.header  # type: ignore[no-any-return]
 
     def wait_state(self, sync: Sync, expected: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
-        """The tensors that follow a SYNC.
+        """The state that follows a SYNC, by state name; empty where the stage is to stay as it was built.
 
         Args:
-            sync: says how many.
-            expected: name -> shape of this stage's trained tensors.
+            sync: says how many tensors.
+            expected: global key -> shape of this stage's trained tensors.
 
         Raises:
             PeerError: something else came.
@@ -99,6 +109,8 @@ class WorkerSession:
                 done = assembler.add(piece.frame.header, piece.frame.payload)
             except PeerError as exc:
                 raise PeerError(exc.reason, stage=0) from None
+        if missing := expected.keys() - adapter_of(assembler.tensors).keys() if assembler.tensors else set():
+            raise PeerError(f"sent state without {min(missing)!r}", stage=0)
         return assembler.tensors
 
     def connect(self) -> None:
@@ -141,7 +153,7 @@ class WorkerSession:
         except PeerError as exc:
             if exc.stage != peer.stage:
                 raise
-            raise peer.error(f"stage {stage} cannot link to it: {exc.reason}") from exc
+            raise peer.error(f"stage {stage} cannot link to it: {exc.reason}", lost=exc.lost) from exc
 
     def _wait_for(self, there: threading.Event, neighbour: int) -> None:
         give_up_at = time.monotonic() + self.transport.connect_timeout_s
@@ -149,7 +161,9 @@ class WorkerSession:
             if failure := self.inbox.failure():
                 raise failure
             if time.monotonic() > give_up_at:
-                raise PeerError(f"was not linked within {self.transport.connect_timeout_s:g} s", stage=neighbour)
+                raise PeerError(
+                    f"was not linked within {self.transport.connect_timeout_s:g} s", stage=neighbour, lost=True
+                )
 
     def next_order(self) -> Received:
         """The next STEP (from the stage before) or GATHER (from the coordinator).
@@ -175,13 +189,21 @@ class WorkerSession:
         for header, payload in state_frames(tensors):
             self.control.send(FrameType.STATE, header, payload)
 
-    def end_announced(self) -> str | None:
-        """The reason in the coordinator's STOP or ABORT, where it comes within a second; None otherwise."""
+    def ask_stop(self, reason: str) -> bool:
+        """Asks the coordinator to end the run after this step; False where it cannot be asked now."""
+        try:
+            self.control.send(FrameType.STOP, Reason(reason=reason[:2000]))
+        except LocalProtocolError:
+            return False
+        return True
+
+    def end_announced(self) -> Reason | None:
+        """The coordinator's STOP or ABORT, where it comes within a second; None otherwise."""
         try:
             event = self.inbox.get(is_end, timeout_s=END_GRACE_S, despite_failure=True)
         except TimeoutError:
             return None
-        return str(event.frame.header.reason)
+        return event.frame.header  # type: ignore[no-any-return]
 
     def is_linked(self, purpose: str) -> bool:
         """Whether the neighbour that a `link` or a `relay` stands for is there already."""
@@ -210,5 +232,5 @@ class WorkerSession:
     def _next(self, kinds: tuple[type[Header], ...]) -> Any:
         event = self.inbox.get(lambda e: isinstance(e, Received) and isinstance(e.frame.header, (*kinds, Reason)))
         if isinstance(event.frame.header, Reason):
-            raise SessionOver(event.frame.header.reason)
+            raise SessionOver(event.frame.header.reason, again=event.frame.header.again)
         return event

@@ -126,7 +126,8 @@ class TlsChannel:
                 self._flush()  # the alert
             raise PeerError(
                 f"could not prove to be a member of this group ({_reason(exc)}); pair it: python -m hetero.pair shows "
-                "the code, python -m hetero.pair join --new takes it; then start the worker again"
+                "the code, python -m hetero.pair join --new takes it; then start the worker again",
+                lost=isinstance(exc, ssl.SSLEOFError),
             ) from exc
         self._identity.check_peer(self._tls)
         self._flush()
@@ -222,7 +223,7 @@ class TlsChannel:
 
 def _as_error(exc: OSError) -> OSError | PeerError:
     """A failure of the encryption as the peer's; one of the network as it is."""
-    return PeerError(f"the encrypted connection broke ({_reason(exc)})") if isinstance(exc, ssl.SSLError) else exc
+    return PeerError(f"the encrypted connection broke ({_reason(exc)})", lost=True) if isinstance(exc, ssl.SSLError) else exc
 
 
 def _reason(exc: ssl.SSLError) -> str:

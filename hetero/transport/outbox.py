@@ -16,20 +16,26 @@ class _Part:
 
 
 class Outbox:
-    """A queue of frames; false while it is empty."""
+    """A queue of frames, and one of frames that are in no hurry; false while both are empty."""
 
     def __init__(self) -> None:
         self._parts: deque[_Part] = deque()
+        self._unhurried: deque[Sequence[memoryview]] = deque()  # go one by one, when nothing else waits
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._parts) or bool(self._unhurried)
 
-    def add(self, buffers: Sequence[memoryview]) -> None:
-        """Queues a frame."""
-        self._parts.extend(_Part(buffer, begins=index == 0) for index, buffer in enumerate(buffers))
+    def add(self, buffers: Sequence[memoryview], *, unhurried: bool = False) -> None:
+        """Queues a frame; an unhurried one lets all others pass, and keeps its order among its like."""
+        if unhurried:
+            self._unhurried.append(buffers)
+        else:
+            self._parts.extend(_Part(buffer, begins=index == 0) for index, buffer in enumerate(buffers))
 
     def front(self, most: int) -> list[memoryview]:
         """The first buffers, `most` at most."""
+        if not self._parts and self._unhurried:
+            self.add(self._unhurried.popleft())
         return [self._parts[index].buffer for index in range(min(len(self._parts), most))]
 
     def sent(self, num_bytes: int) -> None:
@@ -41,6 +47,7 @@ class Outbox:
 
     def drop_unbegun(self) -> None:
         """Drops every frame but the rest of one that is half sent, without which the peer could read no more."""
+        self._unhurried.clear()
         begun: deque[_Part] = deque()
         while self._parts and not self._parts[0].begins:
             begun.append(self._parts.popleft())
@@ -48,4 +55,5 @@ class Outbox:
 
     def clear(self) -> None:
         """Drops everything."""
+        self._unhurried.clear()
         self._parts.clear()

@@ -77,7 +77,8 @@ class SocketLink:
             if self._ended or self._closing:
                 return
             was_idle = not self._outbox
-            self._outbox.add(self.connection.send(type_, header, payload))
+            frame = self.connection.send(type_, header, payload)
+            self._outbox.add(frame, unhurried=type_ is FrameType.STATE)  # decisions about steps pass it
         if was_idle:
             self._wake()
 
@@ -136,7 +137,7 @@ class SocketLink:
         except HeteroError as exc:
             error = exc
         except OSError as exc:
-            error = PeerError(f"connection lost ({_why(exc)})")
+            error = PeerError(f"connection lost ({_why(exc)})", lost=True)
         except Exception as exc:
             log.exception("%s: a defect of this program", self.name)
             error = HeteroError(f"{type(exc).__name__}: {exc}")
@@ -165,7 +166,7 @@ class SocketLink:
                 if self._closing:
                     return False
                 if (left := until - time.monotonic()) <= 0:
-                    raise PeerError(f"no handshake within {limit_s:g} s")
+                    raise PeerError(f"no handshake within {limit_s:g} s", lost=True)
                 selector.modify(self._socket, selectors.EVENT_WRITE if to_write else selectors.EVENT_READ)
                 selector.select(min(left, 0.2))  # not longer, to notice a close
         return True
@@ -203,12 +204,14 @@ class SocketLink:
                 if self._has_to_send():
                     self._send_or_hear_why()
                 if now - started > self._silence_s and self._awaits_hello():
-                    raise PeerError(f"no HELLO within {self._silence_s:g} s")
+                    raise PeerError(f"no HELLO within {self._silence_s:g} s", lost=True)
                 if now - last_heard > self._silence_s:
-                    raise PeerError(f"silent for {self._silence_s:g} s (transport.io_timeout_s)")
+                    raise PeerError(f"silent for {self._silence_s:g} s (transport.io_timeout_s)", lost=True)
                 if self.connection.at_frame_border() or now - progress_at >= PROGRESS_S:
                     if not self.connection.at_frame_border() and self._received - heard_before < PROGRESS_BYTES:
-                        raise PeerError(f"sent under {PROGRESS_BYTES // 1024} KiB of a message in {PROGRESS_S:g} s")
+                        raise PeerError(
+                            f"sent under {PROGRESS_BYTES // 1024} KiB of a message in {PROGRESS_S:g} s", lost=True
+                        )
                     progress_at, heard_before = now, self._received
                 if now - last_beat >= beat_s:
                     last_beat, beat_number = now, beat_number + 1
@@ -291,8 +294,11 @@ class SocketLink:
             if count is None:
                 return heard
             if count == 0:
-                self.connection.received_eof()
-                raise PeerError("closed the connection")
+                try:
+                    self.connection.received_eof()
+                except RemoteProtocolError as exc:  # it died while it sent; nobody broke a rule
+                    raise PeerError(str(exc), lost=True) from exc
+                raise PeerError("closed the connection", lost=True)
             heard = True
             self._received += count
             with self._lock:

@@ -94,6 +94,7 @@ class TcpTransport:
                         stage=stage,
                         host=host,
                         port=port,
+                        lost=True,
                     ) from exc
                 time.sleep(_RETRY_S)
         tune(sock)

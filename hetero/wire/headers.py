@@ -158,14 +158,18 @@ class Ready(Header, frozen=True, forbid_unknown_fields=True):
 
 
 class Apply(Header, frozen=True, forbid_unknown_fields=True):
-    """The one decision about a step, the same for all stages."""
+    """The one decision about a step, the same for all stages.
+
+    `save`: send the stage's state as it is afterwards, while training goes on.
+    """
 
     step: Count
     clip_factor: float
+    save: bool = False
 
 
 class Gather(Header, frozen=True, forbid_unknown_fields=True):
-    """Send the adapter as it is after `step`."""
+    """Send the stage's state as it is after `step`, the last of this session."""
 
     step: Count
 
@@ -186,19 +190,27 @@ class Heartbeat(Header, frozen=True, forbid_unknown_fields=True):
 
 
 class Reason(Header, frozen=True, forbid_unknown_fields=True):
-    """Why a session ends (ABORT, STOP), in one clause."""
+    """Why a session ends (ABORT, STOP), in one clause; `again`: the run goes on in another session.
+
+    From a worker, STOP asks for the run's end after this step.
+    """
 
     reason: Text
+    again: bool = False
 
 
 class Fault(Header, frozen=True, forbid_unknown_fields=True):
-    """What went wrong on the sender's side, or with a peer of its (then that peer's stage, host and port)."""
+    """What went wrong on the sender's side, or with a peer of its (then that peer's stage, host and port).
+
+    `lost`: the connection to that peer is gone, or it was silent.
+    """
 
     reason: Text
     stage: Count | None = None
     host: Key | None = None
     port: Count | None = None
     step: Count | None = None
+    lost: bool = False
 
 
 class Control(Header, frozen=True, forbid_unknown_fields=True):

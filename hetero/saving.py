@@ -1,0 +1,133 @@
+"""When a checkpoint is due, and writing it beside training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from hetero.checkpoint import CheckpointStore, Snapshot
+from hetero.errors import CheckpointError, HeteroError
+from hetero.failpoints import hit
+from hetero.gathering import Gathering
+from hetero.inbox import Inbox
+from hetero.member import Member
+from hetero.session import CoordinatorSession
+from hetero.spec import CheckpointSpec
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # checkpoints in a row that could not be written
+_LOOK_S = 0.02
+
+
+class Saver:
+    """Saves the state of all stages, one step at a time; training goes on while it comes in and is written.
+
+    Args:
+        store: where checkpoints lie; None where none are wanted.
+        spec: how often.
+        about: what every checkpoint says of its run.
+    """
+
+    def __init__(self, store: CheckpointStore | None, spec: CheckpointSpec, about: dict[str, Any]) -> None:
+        self.store, self._spec, self._about = store, spec, about
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._failures = 0
+        self._last_at = time.monotonic()
+        self.last_saved: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is wanted after this step, and the one before is written.
+
+        Raises:
+            CheckpointError: three in a row could not be written.
+        """
+        if self.store is None:
+            return False
+        if self._failures >= MAX_FAILURES:
+            raise CheckpointError(f"{MAX_FAILURES} checkpoints in a row could not be written, see the warnings above")
+        if self._writing is not None and not self._writing.done():
+            return False
+        every_steps, every_minutes = self._spec.every_steps, self._spec.every_minutes
+        by_steps = every_steps is not None and step % every_steps == 0
+        return by_steps or (every_minutes is not None and time.monotonic() - self._last_at >= 60 * every_minutes)
+
+    def begin(self, step: int, shapes: Mapping[int, Mapping[str, Sequence[int]]]) -> Gathering:
+        """Where the state of a step is to come; it is written when all of it is there.
+
+        Args:
+            step: that is finished.
+            shapes: stage -> global key -> shape.
+        """
+        self._last_at = time.monotonic()
+        return Gathering(step, shapes, self._all_here)
+
+    def _all_here(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        self._writing = self._writer.submit(self._write, step, tensors)
+
+    def _write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        assert self.store is not None
+        try:
+            self.store.save(Snapshot(step, tensors, self._about))
+            self._failures, self.last_saved = 0, step
+        except CheckpointError as exc:
+            self._failures += 1
+            log.warning("%s", exc)
+
+    def settle(self) -> None:
+        """Waits until what is complete is written; state that has not come in whole is given up."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def close(self) -> None:
+        """Waits for the writer and ends it."""
+        self._writer.shutdown(wait=True)
+
+    def save_last(
+        self,
+        session: CoordinatorSession,
+        member: Member,
+        step: int,
+        shapes: Mapping[int, Mapping[str, Sequence[int]]],
+    ) -> dict[str, torch.Tensor]:
+        """Gathers the state of all stages after the last step of a session, and writes it where it is not yet.
+
+        Returns:
+            It, by state name.
+
+        Raises:
+            PeerError: a worker was lost before its state was here.
+        """
+        while session.is_saving():
+            _wait(session.inbox)
+        hit("coordinator.before_last_gather")
+        here = threading.Event()
+        found: dict[str, torch.Tensor] = {}
+
+        def done(_: int, tensors: dict[str, torch.Tensor]) -> None:
+            found.update(tensors)
+            here.set()
+
+        gathering = Gathering(step, shapes, done)
+        session.gather(gathering)
+        gathering.part(0, member.state())
+        while not here.is_set():
+            _wait(session.inbox)
+        self.settle()
+        if self.store is not None and self.last_saved != step:
+            self._write(step, found)
+        return found
+
+
+def _wait(inbox: Inbox) -> None:
+    failure: HeteroError | None = inbox.failure()
+    if failure is not None:
+        raise failure
+    time.sleep(_LOOK_S)
