@@ -15,6 +15,10 @@ class NumericError(HeteroError):
     """A loss or a gradient that is not finite."""
 
 
+class CheckpointError(HeteroError):
+    """A checkpoint that cannot be written or must not be used: names the file and what is wrong with it."""
+
+
 class PeerError(HeteroError):
     """A fault of another machine or of the network between, with where and when it happened.
 
