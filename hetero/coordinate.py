@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -53,6 +54,7 @@ from hetero.stopping import Stop, Terminated, signals_ask
 from hetero.training_state import adapter_of, as_state, part_of
 from hetero.transport.identity import Identity, identity_of
 from hetero.versions import versions
+from hetero.watchdog import Progress, Watchdog
 from hetero.wire.headers import Synced
 from hetero.work import make_transport_of
 
@@ -158,6 +160,10 @@ class Run:
     stop: Stop = field(default_factory=Stop)
     _instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     _member: Member | None = None
+    _progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(step_s=self.spec.stuck_s)
 
     def through_all_sessions(self) -> None:
         """Runs session after session until the run is over.
@@ -199,7 +205,10 @@ class Run:
             on_stop_asked=self.stop.ask,
             recovers=recovery.is_on,
         )
-        with _ending(session, recovery):
+        with (
+            _ending(session, recovery),
+            Watchdog(self._progress, functools.partial(_tell_stuck, session), _end_process),
+        ):
             self._join(session, None if epoch == 1 else recovery.wait_s)
             hit("coordinator.joined")
             member = self._assemble(session, step, state)
@@ -224,6 +233,7 @@ class Run:
                 model_path=self.prepared.model_path,
                 device_name=config.hardware.coordinator.device,
                 allow_targets=config.allow_targets,
+                progress=self._progress,
             )
         member = self._member
         member.restore(state)
@@ -309,6 +319,16 @@ class Run:
         """Stage -> global key -> shape of what trains there."""
         stages = self.spec.stages
         return {index: adapters.part_of(self.prepared.adapter.shapes, stages, index) for index in range(len(stages))}
+
+
+def _tell_stuck(session: CoordinatorSession, reason: str) -> None:
+    """The coordinator's own compute thread does not come back: the workers are let go."""
+    session.end(stop=False, reason=f"the coordinator {reason}")
+
+
+def _end_process() -> None:
+    log.error("ending this run, since its compute thread cannot be ended; checkpoint.resume=latest goes on with it")
+    os._exit(1)
 
 
 def _source_of_resume(resolved: ResolvedRun) -> Path | None:

@@ -53,7 +53,9 @@ class JsonlLogger:
         """Takes the lines of later steps out."""
         assert self._file is not None
         self._file.close()
-        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
+        kept = [
+            line for line in self._path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step
+        ]
         folders.write_text(self._path, "".join(line + "\n" for line in kept))
         self._file = self._path.open("a", encoding="utf-8")
 

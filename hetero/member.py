@@ -17,6 +17,7 @@ from hetero.spec import RunSpec
 from hetero.stage import Stage
 from hetero.training_state import part_of, put_state, take_state
 from hetero.transport.link import Link
+from hetero.watchdog import Phase, Progress
 from hetero.wire.headers import Ready
 
 
@@ -29,6 +30,7 @@ class Member:
         model_path: where this machine has the model.
         device_name: device to use where the plan names none.
         allow_targets: this machine's additions to the allow list.
+        progress: told what is being done.
 
     Raises:
         ConfigError: the stage cannot be built on this machine.
@@ -42,8 +44,15 @@ class Member:
         model_path: str | Path,
         device_name: str,
         allow_targets: Sequence[str] = (),
+        progress: Progress,
     ) -> None:
         self.spec, self.index = spec, index
+        self.progress = progress
+        with self.progress.doing(Phase.LOADING, "the building of its stage"):
+            self._build(model_path, device_name, allow_targets)
+
+    def _build(self, model_path: str | Path, device_name: str, allow_targets: Sequence[str]) -> None:
+        spec, index = self.spec, self.index
         plan = spec.stages[index]
         device = devices.resolve(plan.device or device_name, key=f"shard_plan.stages[{index}].device")
         self.stage: Stage = registry.make(
@@ -73,6 +82,7 @@ class Member:
             schedule=self.spec.schedule,
             vocab_size=self.spec.vocab_size,
             inbox=inbox,
+            progress=self.progress,
             upstream=upstream,
             downstream=downstream,
             upstream_dtype=dtypes[self.index - 1] if self.index else "float32",
@@ -91,7 +101,8 @@ class Member:
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy on the host of what this stage would need to go on, by state name."""
-        return take_state(self.stage.trained, self._optimizer)
+        with self.progress.doing(Phase.CHECKPOINT, "the copying of its state"):
+            return take_state(self.stage.trained, self._optimizer)
 
     def run_step(
         self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]] | None = None
@@ -121,6 +132,10 @@ class Member:
 
     def apply(self, step: int, clip_factor: float) -> float:
         """Takes the optimizer's step; gives the learning rate that it had."""
+        with self.progress.doing(Phase.STEP, "an optimizer step"):
+            return self._apply(step, clip_factor)
+
+    def _apply(self, step: int, clip_factor: float) -> float:
         rate = learning_rate(step, self.spec.total_steps, float(self.spec.optimizer.args["lr"]), self.spec.lr_schedule)
         if self._optimizer is not None:
             self.stage.scale_gradients(clip_factor)

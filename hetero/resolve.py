@@ -96,6 +96,7 @@ class ResolvedRun:
             optimizer=_optimizer(c),
             lr_schedule=c.lr_schedule,
             loop=c.loop,
+            stuck_s=c.recovery.stuck_s,
         )
 
 

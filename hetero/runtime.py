@@ -20,6 +20,7 @@ from hetero.schedule import Op, Policy, next_op, policy_for
 from hetero.spec import ScheduleSpec
 from hetero.stage import IGNORED_LABEL, Stage
 from hetero.transport.link import Link, Received
+from hetero.watchdog import Phase, Progress
 from hetero.wire.flow import RIDERS, pack_shapes, unpack_shapes
 from hetero.wire.headers import FrameType, Step, Tensors
 from hetero.wire.tensors import DTYPES, pack, unpack
@@ -57,6 +58,7 @@ class Runtime:
         downstream: link to the stage after, None on the last.
         upstream_dtype: dtype of hidden and grad on the link to the stage before.
         downstream_dtype: the same towards the stage after.
+        progress: told of each forward and backward.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Runtime:
         downstream: Link | None = None,
         upstream_dtype: str = "float32",
         downstream_dtype: str = "float32",
+        progress: Progress | None = None,
     ) -> None:
         self.stage, self.inbox, self.vocab_size = stage, inbox, vocab_size
+        self.progress = progress or Progress()
         self._index, self._num_stages, self._schedule = index, num_stages, schedule
         self._upstream, self._downstream = upstream, downstream
         self._upstream_dtype, self._downstream_dtype = DTYPES[upstream_dtype], DTYPES[downstream_dtype]
@@ -196,7 +200,8 @@ class _OneStep:
 
     def _timed(self, work: object, what: str, micro_batch: int) -> None:
         before = time.perf_counter()
-        work()  # type: ignore[operator]
+        with self._rt.progress.doing(Phase.STEP, f"a {what}"):
+            work()  # type: ignore[operator]
         after = time.perf_counter()
         self._work.busy_s += after - before
         self._work.spans.append((before, after, what, micro_batch))

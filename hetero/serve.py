@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import socket
@@ -84,7 +85,7 @@ class WorkerServer:
         try:
             while True:
                 session = self._sessions.get(lambda e: isinstance(e, WorkerSession))
-                with signals_ask(lambda name, session=session: self._ask_stop(session, name)):
+                with signals_ask(functools.partial(self._ask_stop, session)):
                     over, ok = self._run(session, work)
                 if self._asked_stop or (once and over):
                     return ok

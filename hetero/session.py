@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import threading
 import time
@@ -35,7 +36,7 @@ from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.versions import differences, versions
-from hetero.wire.headers import FrameType, Hello, Reject
+from hetero.wire.headers import Fault, FrameType, Hello, Reject
 from hetero.wire.messages import CommandTable, Message
 from hetero.wire.tensors import state_frames
 
@@ -267,6 +268,8 @@ class CoordinatorSession:
                     self._perform(self._control.closed(stage, reason, lost=lost))
                 return
             header = event.frame.header
+            if isinstance(header, Fault) and header.stuck:
+                faulthandler.dump_traceback(all_threads=True)  # the other side did so as well
             if event.frame.type is FrameType.CONTROL:
                 self._dispatch(stage, event)
                 return

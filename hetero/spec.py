@@ -167,6 +167,7 @@ class RecoverySpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     wait_s: Annotated[float, Meta(ge=0)] = 0.0
     replan: bool = False
+    stuck_s: Seconds = 120.0
 
 
 class AdamWArgs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,6 +261,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
         stages: the shard plan, explicit.
         workers: the machines of stages 1.., in order.
         boundary_dtypes: for each boundary between stages s and s+1 the dtype of hidden and grad on the wire.
+        stuck_s: a forward or backward that takes longer, and ten times the longest before, is taken for stuck.
     """
 
     seed: AtLeast0
@@ -280,6 +282,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: ObjectSpec
     lr_schedule: LrScheduleSpec
     loop: LoopSpec
+    stuck_s: Seconds = 120.0
 
     def to_json(self) -> bytes:
         """The canonical JSON of this spec (keys sorted)."""

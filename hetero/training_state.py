@@ -1,7 +1,7 @@
 """What a stage has learned: its trained tensors and its optimizer's, by names that do not depend on the split.
 
-    adapter:<global key>                 a trained tensor
-    optimizer.<moment>:<global key>      what the optimizer keeps for it, as in optimizer.exp_avg:...
+adapter:<global key>                 a trained tensor
+optimizer.<moment>:<global key>      what the optimizer keeps for it, as in optimizer.exp_avg:...
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def part_of(state: Mapping[str, torch.Tensor], keys: Mapping[str, Any]) -> dict[
     return {name: tensor for name, tensor in state.items() if key_of(name) in keys}
 
 
-def take_state(
-    trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
-) -> dict[str, torch.Tensor]:
+def take_state(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """A copy on the host of everything that a stage would need to go on."""
     state = {ADAPTER + key: parameter.detach().to("cpu", copy=True) for key, parameter in trained.items()}
     for key, parameter in trained.items():

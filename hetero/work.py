@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetero import registry, store
 from hetero.adapter_files import save_adapter
 from hetero.agreement import shapes_digest
+from hetero.awake import kept_awake
 from hetero.errors import PeerError, show_address
 from hetero.failpoints import hit
 from hetero.fingerprint import fingerprint
@@ -18,12 +20,13 @@ from hetero.member import Member
 from hetero.runtime import step_plan_of
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
+from hetero.training_state import adapter_of
 from hetero.transport.addresses import HOW_TO_PAIR, parse
 from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
 from hetero.transport.listening import Listening
 from hetero.transport.tcp import TcpTransport
-from hetero.training_state import adapter_of
+from hetero.watchdog import Progress, Watchdog
 from hetero.wire.headers import FrameType, Gather, Synced
 from hetero.wire.tensors import NAMES, as_bytes
 from hetero.worker_session import SessionOver, WorkerSession
@@ -118,15 +121,23 @@ class StageBuilder:
         self.worker, self._allow_targets = worker, allow_targets
         self._kept: tuple[tuple[str, str, int], Member] | None = None
 
-    def build(self, session: WorkerSession, model_path: str | Path) -> Member:
-        """The stage that a session needs, new or as the last session left it."""
+    def build(self, session: WorkerSession, model_path: str | Path, progress: Progress) -> Member:
+        """The stage that a session needs, new or as the last session left it; `progress` is told what it does."""
         spec, index = session.spec, session.member.stage
         key = (session.member.run_id, spec.digest(), index)
         if self._kept is not None and self._kept[0] == key:
+            self._kept[1].progress = progress
             return self._kept[1]
         self.forget()  # before another one is built: two may not fit
         device = self.worker.device if self.worker.device != "auto" else spec.workers[index - 1].device
-        member = Member(spec, index, model_path=model_path, device_name=device, allow_targets=self._allow_targets)
+        member = Member(
+            spec,
+            index,
+            model_path=model_path,
+            device_name=device,
+            allow_targets=self._allow_targets,
+            progress=progress,
+        )
         self._kept = key, member
         return member
 
@@ -142,12 +153,24 @@ def work_on(session: WorkerSession, builder: StageBuilder, folder: Path) -> None
         SessionOver: the coordinator ended it.
         HeteroError: a fault.
     """
+    progress = Progress(step_s=session.spec.stuck_s)
+    with kept_awake(), Watchdog(progress, session.tell_stuck, _end_process):
+        _work_on(session, builder, folder, progress)
+
+
+def _end_process() -> None:
+    """The last resort, since a thread cannot be ended: whoever started this worker may start it again."""
+    log.error("ending this worker; start it again")
+    os._exit(1)
+
+
+def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progress: Progress) -> None:
     spec, index = session.spec, session.member.stage
     model_path = locate_model(spec, builder.worker.models_dir)
     session.welcome(fingerprint(model_path) if isinstance(model_path, Path) else {})
     hit("worker.welcomed")
     sync = session.wait_sync()
-    member = builder.build(session, model_path)
+    member = builder.build(session, model_path, progress)
     hit("worker.built")
     shapes = {key: list(parameter.shape) for key, parameter in member.stage.trained.items()}
     member.restore(session.wait_state(sync, shapes))

@@ -197,6 +197,13 @@ class WorkerSession:
             return False
         return True
 
+    def tell_stuck(self, reason: str) -> None:
+        """Tells the coordinator that this worker's compute thread does not come back; ends the session."""
+        fault = Fault(reason=reason[:2000], lost=True, stuck=True)
+        with contextlib.suppress(HeteroError):
+            self.control.send_last(FrameType.ERROR, fault)
+        self.inbox.fail(PeerError(reason, stage=self.member.stage, lost=True))
+
     def end_announced(self) -> Reason | None:
         """The coordinator's STOP or ABORT, where it comes within a second; None otherwise."""
         try:

@@ -223,7 +223,11 @@ class TlsChannel:
 
 def _as_error(exc: OSError) -> OSError | PeerError:
     """A failure of the encryption as the peer's; one of the network as it is."""
-    return PeerError(f"the encrypted connection broke ({_reason(exc)})", lost=True) if isinstance(exc, ssl.SSLError) else exc
+    return (
+        PeerError(f"the encrypted connection broke ({_reason(exc)})", lost=True)
+        if isinstance(exc, ssl.SSLError)
+        else exc
+    )
 
 
 def _reason(exc: ssl.SSLError) -> str:

@@ -202,7 +202,7 @@ class Reason(Header, frozen=True, forbid_unknown_fields=True):
 class Fault(Header, frozen=True, forbid_unknown_fields=True):
     """What went wrong on the sender's side, or with a peer of its (then that peer's stage, host and port).
 
-    `lost`: the connection to that peer is gone, or it was silent.
+    `lost`: the connection to that peer is gone, or it was silent. `stuck`: its compute thread does not come back.
     """
 
     reason: Text
@@ -211,6 +211,7 @@ class Fault(Header, frozen=True, forbid_unknown_fields=True):
     port: Count | None = None
     step: Count | None = None
     lost: bool = False
+    stuck: bool = False
 
 
 class Control(Header, frozen=True, forbid_unknown_fields=True):
