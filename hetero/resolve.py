@@ -5,6 +5,7 @@ Reads config.json files only: no torch, no transformers, no weights, no worker.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from hetero.spec import (
     Config,
     ObjectSpec,
     RunSpec,
+    ShardPlanSpec,
     StageSpec,
     WorkerEntry,
 )
@@ -98,6 +100,16 @@ class ResolvedRun:
             loop=c.loop,
             stuck_s=c.recovery.stuck_s,
         )
+
+    def evenly_over(self, workers: list[WorkerEntry]) -> ResolvedRun:
+        """The same run on other machines, each with as many layers as the others."""
+        config = msgspec.structs.replace(
+            self.config,
+            hardware=msgspec.structs.replace(self.config.hardware, workers=workers),
+            shard_plan=ShardPlanSpec(num_stages=1 + len(workers)),
+        )
+        stages, _ = resolve_plan(config, self.facts.num_hidden_layers)
+        return dataclasses.replace(self, config=config, stages=stages, workers=workers)
 
 
 def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False) -> ResolvedRun:

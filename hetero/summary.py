@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from hetero.coordinate import RunResult
+from hetero.run import RunResult
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,18 @@ def summary_lines(result: RunResult) -> list[str]:
             f"{len(records)} steps in {elapsed:.1f} s, {tokens / elapsed:,.0f} label tokens/s; "
             f"loss {first:.2f} -> {last:.2f} (means of the first and last {part} steps)"
         )
-        lines += [_stage_line(result, index, elapsed) for index in range(len(result.spec.stages))]
+        lines += [_stage_line(result, index) for index in range(len(result.spec.stages))]
     else:
         lines.append("0 steps: the adapter is the initial one")
     lines.append(f"adapter: {result.adapter_dir}")
-    lines.append("next: " + _next(result))
+    if result.stopped is not None:
+        last = records[-1]["step"] if records else 0
+        lines.append(
+            f"stopped after step {last} of {result.spec.total_steps} ({result.stopped}), with a checkpoint; to go on: "
+            "the same command with checkpoint.resume=latest"
+        )
+    else:
+        lines.append("next: " + _next(result))
     return lines
 
 
@@ -41,9 +48,15 @@ def _mean_loss(records: list[dict[str, Any]]) -> float:
     return sum(float(record["loss"]) for record in records) / len(records)
 
 
-def _stage_line(result: RunResult, index: int, elapsed: float) -> str:
+def _stage_line(result: RunResult, index: int) -> str:
+    """Of the steps on the plan that the run ended with."""
     plan, (device, dtype) = result.spec.stages[index], result.stages[index]
-    mine = [record["stages"][index] for record in result.records]
+    ids = [stage.id for stage in result.spec.stages]
+    records = [record for record in result.records if [stage["id"] for stage in record["stages"]] == ids]
+    if not records:
+        return f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {dtype}"
+    elapsed = sum(record["step_time_s"] for record in records)
+    mine = [record["stages"][index] for record in records]
     busy, wait = sum(stage["busy_s"] for stage in mine), sum(stage["wait_s"] for stage in mine)
     sent = sum(stage["bytes_sent"] for stage in mine) / len(mine) / 2**20
     memory = max(stage["memory_bytes"] for stage in mine) / 2**20
