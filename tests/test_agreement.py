@@ -23,10 +23,10 @@ from pipeline import make_spec
 
 from hetero import agreement, worker_session
 from hetero.agreement import disagreement, read_model, shapes_digest
-from hetero.coordinate import _check_adapters
 from hetero.errors import PeerError
 from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
+from hetero.run import _check_adapters
 from hetero.serve import WorkerServer
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec, WorkerEntry

@@ -255,7 +255,7 @@ def test_escaped_text_of_any_script_is_accepted() -> None:
 def test_wrong_or_long_header_is_the_sender_s_own_fault() -> None:
     with pytest.raises(LocalProtocolError, match="a APPLY frame takes Apply, got Gather"):
         encode(FrameType.APPLY, Gather(1))
-    with pytest.raises(LocalProtocolError, match="a header may hold 16384 bytes, STOP has 20013"):
+    with pytest.raises(LocalProtocolError, match="a header may hold 16384 bytes, STOP has 20027"):
         encode(FrameType.STOP, Reason("x" * 20000))
 
 
