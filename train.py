@@ -4,11 +4,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero.config import SHAPES_DIR, run_script
+from hetero.script import run_script
 
 
 def train(raw: dict[str, Any], run_dir: Path) -> None:
     """One run: checks everything first, then coordinates it, or serves as one of its workers."""
+    from hetero.config import SHAPES_DIR
     from hetero.resolve import resolve
     from hetero.roles import worker_here
 

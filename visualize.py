@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero.config import SHAPES_DIR, run_script
+from hetero.script import run_script
 
 log = logging.getLogger(__name__)
 
 
 def visualize(raw: dict[str, Any], run_dir: Path) -> None:
     """Writes the plan as Mermaid and DOT text, and says where."""
+    from hetero.config import SHAPES_DIR
     from hetero.diagram import write_diagrams
     from hetero.resolve import resolve
 

@@ -43,7 +43,7 @@ def root() -> Path:
     return _BESIDE.parent if CONF_DIR == _BESIDE else Path.home() / "hetero"
 
 
-def run_script(task: Task, config_name: str) -> int:
+def run_task(task: Task, config_name: str) -> int:
     """Composes the configuration from the command line and runs `task` on it, for a sweep once for each job.
 
     Args:
@@ -51,8 +51,8 @@ def run_script(task: Task, config_name: str) -> int:
         config_name: file in conf/.
 
     Returns:
-        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 130 or 143 after a signal; 1 after a
-        sweep whose jobs failed in both ways.
+        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 143 after SIGTERM; 1 after a sweep whose
+        jobs failed in both ways.
     """
     failed: dict[int, int] = {}  # number of a job -> its exit code
     began = 0
@@ -87,9 +87,6 @@ def run_script(task: Task, config_name: str) -> int:
             raise
         sys.stderr.write(f"error: {explain(exc)}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
     except _Terminated:
         sys.stderr.write("terminated\n")
         return 143

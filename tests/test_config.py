@@ -152,6 +152,15 @@ def test_mistakes_end_a_process_within_seconds_without_a_traceback(tmp_path: Pat
     assert full.code != 0 and "Traceback" in full.text and "shard_plan.split_points must rise" in full.text
 
 
+@pytest.mark.parametrize("script", ["train", "worker", "visualize"])
+def test_interrupt_while_modules_are_imported_is_one_line(tmp_path: Path, script: str) -> None:
+    """A Ctrl-C of the first moments: hydra's place is taken by a package that is interrupted while it is imported."""
+    interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "hydra.py").write_text(interrupted, encoding="utf-8")
+    outcome = run(script, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert outcome.code == 130 and outcome.one_line() == "interrupted"
+
+
 def test_known_model_plan_brings_its_model_and_adapter_and_the_command_line_wins() -> None:
     plan = composed("shard_plan=llama8b_3stage", "hardware=mac_and_two_pcs")
     config = convert(plan, Config)
