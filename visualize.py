@@ -18,7 +18,7 @@ def visualize(raw: dict[str, Any], run_dir: Path) -> None:
 
     output = raw.pop("output")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
-    for path in write_diagrams(resolved, run_dir if output is None else _of_job(Path(output))):
+    for path in write_diagrams(resolved, run_dir if output is None else _of_job(Path(output).expanduser())):
         log.info("%s", path)
 
 
