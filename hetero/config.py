@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -22,7 +23,7 @@ if sys.version_info >= (3, 14):  # hydra 1.3.8 fails there while it defines its 
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,6 +35,7 @@ CONF_DIR = _BESIDE if (_BESIDE / "config.yaml").is_file() else _PACKAGE / "conf"
 SHAPES_DIR = CONF_DIR / "shapes"
 
 _NOISE = re.compile(r"HYDRA_FULL_ERROR|object_type=")  # lines of a message that help nobody
+_KEY = re.compile(r"[+~]{0,2}[\w./@:-]+")  # of an argument, as far as it is told from a value that lost its key
 
 Task = Callable[[dict[str, Any], Path], None]
 
@@ -116,6 +118,8 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
 
 def explain(exc: Exception) -> str:
     """One line for what is wrong with a command line."""
+    if isinstance(exc, OverrideParseException):
+        return _unreadable(exc.override)
     text = str(exc)
     if cause := exc.__cause__:
         text = f"{text}\n{cause}"
@@ -136,6 +140,29 @@ def explain(exc: Exception) -> str:
         known = [option for option in options if re.fullmatch(r"[\w.-]+", option)]
         return f"{group} must be one of {', '.join(known)}, got {name!r}"
     return " ".join(line.strip() for line in text.splitlines() if line.strip() and not _NOISE.search(line))
+
+
+def _unreadable(override: str) -> str:
+    """The message for an argument that hydra's grammar does not take, with how to quote its value."""
+    key, given, value = override.partition("=")
+    if not given or not _KEY.fullmatch(key):
+        return f"an argument must be KEY=VALUE as in loop.steps=20, or an option of --help, got {override!r}"
+    name, shown = key.lstrip("+~"), value if value.isprintable() else repr(value)
+    if value.startswith(("[", "{")) and (value.rstrip().endswith(("]", "}")) or not re.search(r"[]}]", value)):
+        return (
+            f"{name} must be a list or map with every bracket closed, and with quotes around a text in it that has "
+            f'special signs, as in ["it\'s"], got {shown}'
+        )
+    remedy = _quoted(key, value) if value.isprintable() else f"{key}='VALUE'"
+    return f"{name} must have quotes around a value with special signs, got {shown}: write {remedy}"
+
+
+def _quoted(key: str, value: str) -> str:
+    """An argument as one types it in a shell, with quotes for the shell outside and quotes for hydra inside."""
+    mark = '"' if "'" in value and '"' not in value else "'"
+    inside = re.sub(rf"(\\*)({mark}|$)", lambda found: found[1] * 2 + (f"\\{mark}" if found[2] else ""), value)
+    argument = f"{key}={mark}{inside}{mark}"
+    return shlex.quote(argument) if re.search(r'["$`\\!]', argument) else f'"{argument}"'
 
 
 def _unknown_key(key: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import Running, composed, run, run_here, started, write_jsonl
@@ -108,8 +111,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["+data._target_=os.system"], r"data\._target_ is not a key"),
     # grammar
     (["shard_plan=single,even"], r"shard_plan=single,even.*--multirun"),
-    (["loop"], r"'loop' missing EQUAL"),
-    (["loop.steps=[1"], r"no viable alternative"),
+    (["loop"], r"an argument must be KEY=VALUE as in loop\.steps=20, .*, got 'loop'$"),
+    (["my file.jsonl=3"], r"an argument must be KEY=VALUE .*, got 'my file\.jsonl=3'$"),
+    (["loop.steps=[1"], r"loop\.steps must be a list or map with every bracket closed, .* got \[1$"),
+    ([W, "hardware.workers=[{id: it's}]"], r"hardware\.workers must be a list .* got \[\{id: it's\}\]$"),
+    ([W, "hardware.workers=[{id: a, host: [::1]}]"], r"workers\[0\]\.host must be str, got .*; write ::1 without"),
     (["hydra.run.dir=/proc/no"], r"must be a folder that can be written, got /proc/no"),
 ]  # fmt: skip
 
@@ -129,6 +135,7 @@ def test_mistake_is_one_line_with_key_value_and_remedy(tmp_path: Path, overrides
         ("worker", ["worker.prot=1"], r"worker\.prot is not a key; did you mean port\?"),
         ("worker", ["worker.port=x"], r"worker\.port must be .*int.*, got 'x'"),
         ("worker", ["model=tiny"], r"model is not a key|Could not override 'model'"),
+        ("worker", ["worker.host=[::1]"], r"worker\.host must be str .*; write ::1 without brackets, .*: '\[::1\]'$"),
         ("visualize", ["shard_plan=nope"], r"shard_plan must be one of"),
         ("visualize", ["outputt=x"], r"outputt is not a key; did you mean outputs\?"),
     ],
@@ -257,6 +264,34 @@ def test_logger_of_a_package_that_is_not_there_is_named(tmp_path: Path) -> None:
     outcome = run("train", "logger=wandb", f"outputs={tmp_path}", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert outcome.code == 2
     assert "error: logger=wandb needs the package wandb" in outcome.one_line() and "pip install wandb" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("output", "a (1).dot"), ("data.path", "my file=2"), ("+run_name", "it's"), ("run_name", "ä"),
+        ("output", "~/plans"), ("worker.host", "[::1]:99"), ("data.path", "a;b\\"),
+        ("run_name", """'a' "b" $c\\' `!"""),
+    ],
+)  # fmt: skip
+def test_value_that_hydra_cannot_read_is_shown_as_it_has_to_be_typed(key: str, value: str) -> None:
+    """Round trip: the shell takes the outer quotes off, hydra the inner ones."""
+    parser = OverridesParser.create()
+    with pytest.raises(OverrideParseException) as caught:
+        parser.parse_overrides([f"{key}={value}"])
+    message = explain(caught.value)
+    start = f"{key.lstrip('+')} must have quotes around a value with special signs, got {value}: write "
+    assert message.startswith(start)
+    (argument,) = shlex.split(message.removeprefix(start))
+    (override,) = parser.parse_overrides([argument])
+    assert (override.get_key_element(), override.value()) == (key, value)
+
+
+@given(text=st.text(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_unreadable_argument_becomes_one_line(text: str) -> None:
+    message = explain(OverrideParseException(text, "what hydra says"))
+    assert "\n" not in message and message.isprintable()
 
 
 @given(text=st.text(max_size=300))
