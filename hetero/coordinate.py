@@ -27,7 +27,7 @@ from hetero.loggers import RunLogger
 from hetero.loop import Training
 from hetero.machines import remember
 from hetero.member import Member
-from hetero.prepare import Prepared, check_device, prepare, total_steps
+from hetero.prepare import Prepared, check_quickly, prepare, total_steps
 from hetero.resolve import ResolvedRun
 from hetero.roles import is_here, own_names
 from hetero.secret import new_secret, secret_of_this_machine
@@ -74,7 +74,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         raise ConfigError(f"the run's folder must be a new one, {run_dir} holds a run already (hydra.run.dir)")
     run_dir.mkdir(parents=True, exist_ok=True)
     config = resolved.config
-    check_device(resolved)
+    check_quickly(resolved)
     with contextlib.ExitStack() as stack:
         loggers = _loggers(resolved, run_dir)
         secret = _secret(resolved)

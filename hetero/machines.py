@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,6 +70,19 @@ def looked_up(look_up: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(_NAME_S)
     return found[0] if found else None
+
+
+def unknown_hosts(hosts: Sequence[str]) -> list[str]:
+    """Those of these names and addresses that lead nowhere; none where the name server does not answer in time."""
+
+    def is_unknown(host: str) -> bool:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (socket.gaierror, UnicodeError):
+            return True
+        return False
+
+    return looked_up(lambda: [host for host in hosts if is_unknown(host)]) or []
 
 
 def hardware_line(host: str, port: int) -> str:
