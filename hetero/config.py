@@ -5,10 +5,12 @@ Only this file and the scripts import hydra or omegaconf; everything behind them
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import warnings
@@ -24,6 +26,7 @@ if sys.version_info >= (3, 14):  # hydra 1.3.8 fails there while it defines its 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -70,6 +73,8 @@ def run_task(task: Task, config_name: str) -> int:
                 raise
             log.error("%s", exc)
             failed[began - 1] = 2 if isinstance(exc, ConfigError) else 1
+            if isinstance(exc, ConfigError):
+                _remove_empty_run(Path(cfg.outputs))
 
     # Libraries' notes to their own developers; ours are errors in the tests.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
@@ -97,6 +102,22 @@ def run_task(task: Task, config_name: str) -> int:
         sys.stderr.write(f"{len(failed)} of {began} jobs failed: {numbers} (each one's log has the reason)\n")
     codes = set(failed.values())
     return codes.pop() if len(codes) == 1 else int(bool(codes))
+
+
+def _remove_empty_run(outputs: Path) -> None:
+    """Takes a refused run's folder away where it holds hydra's own files alone; a sweep's jobs keep their logs."""
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir).resolve()
+    outputs = outputs.resolve()
+    if hydra_config.mode is not RunMode.RUN or hydra_config.output_subdir is None or outputs not in run_dir.parents:
+        return
+    own = {run_dir / hydra_config.output_subdir, run_dir / f"{hydra_config.job.name}.log"}
+    if set(run_dir.iterdir()) - own:
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a folder that holds other runs
+        for folder in run_dir.parents[: run_dir.parents.index(outputs)]:
+            folder.rmdir()
 
 
 class _Terminated(BaseException):

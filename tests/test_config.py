@@ -126,7 +126,7 @@ def test_mistake_is_one_line_with_key_value_and_remedy(tmp_path: Path, overrides
     outcome = run_here("train", f"outputs={tmp_path}", *overrides)
     assert outcome.code == 2
     assert re.search("^error: .*" + message, outcome.one_line()), outcome.text
-    assert not list(tmp_path.rglob("run.json")) and not list(tmp_path.rglob("worker-*"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,20 @@ def test_interrupt_while_modules_are_imported_is_one_line(tmp_path: Path, script
     (tmp_path / "hydra.py").write_text(interrupted, encoding="utf-8")
     outcome = run(script, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert outcome.code == 130 and outcome.one_line() == "interrupted"
+
+
+def test_refused_run_leaves_no_folder_but_takes_nothing_else_away(tmp_path: Path) -> None:
+    bad = [f"outputs={tmp_path / 'out'}", "loop.steps=-1"]
+    for run_dir in ("out/mine", "elsewhere"):
+        (tmp_path / run_dir).mkdir(parents=True)
+        (tmp_path / run_dir / "notes").touch()
+        assert run_here("train", *bad, f"hydra.run.dir={tmp_path / run_dir}").code == 2
+    assert (tmp_path / "out" / "mine" / "notes").is_file() and (tmp_path / "elsewhere" / "train.log").is_file()
+    assert run_here("train", *bad).code == run_here("visualize", *bad).code == 2
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    assert run_here("train", "-m", *bad, "seed=1,2").code == 2
+    logs = sorted((tmp_path / "out").glob("multirun/*/*/*/train.log"))
+    assert len(logs) == 2 and all("loop.steps must be" in log.read_text(encoding="utf-8") for log in logs)
 
 
 def test_known_model_plan_brings_its_model_and_adapter_and_the_command_line_wins() -> None:
