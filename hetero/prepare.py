@@ -37,12 +37,7 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     config = resolved.config
     model_path = store.find_weights(config.model.path, revision=config.model.revision)
     tokenizer = _tokenizer(model_path, config.model.revision)
-    data_set = data.load(
-        config.data,
-        tokenizer,
-        vocab_size=resolved.facts.vocab_size,
-        max_positions=resolved.facts.max_position_embeddings,
-    )
+    data_set = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
     log.info("data: %s", data_set.summary)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
