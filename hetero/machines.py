@@ -55,7 +55,12 @@ def name_or_address(address: str) -> str:
     """The machine's `.local` name where it leads to this address, since addresses change; otherwise the address."""
     name = f"{socket.gethostname().partition('.')[0]}.local"
     entries = looked_up(lambda: socket.getaddrinfo(name, None))
-    return name if entries is not None and address in {str(entry[4][0]) for entry in entries} else address
+    found = {_without_card(str(entry[4][0])) for entry in entries or ()}
+    return name if _without_card(address) in found else address
+
+
+def _without_card(address: str) -> str:
+    return address.partition("%")[0]
 
 
 def looked_up(look_up: Callable[[], T]) -> T | None:
