@@ -148,7 +148,7 @@ def decode_header(type_: FrameType, raw: bytes) -> Header:
     Raises:
         RemoteProtocolError: it is not such a header.
     """
-    with contextlib.suppress(ValueError):  # what the slow way below makes of it is told to the peer
+    with contextlib.suppress(ValueError, RecursionError):  # what the slow way below makes of it is told to the peer
         header: Header = msgspec.json.decode(raw, type=HEADERS[type_], strict=True)
         if msgspec.json.encode(header) == raw:  # as this program writes it, so nothing stands there twice or hides
             return header
