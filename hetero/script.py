@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def run_script(task: Callable[[dict[str, Any], Path], None], config_name: str) -> int:
+def run_script(task: Callable[[dict[str, Any], Path], bool | None], config_name: str) -> int:
     """Composes the configuration from the command line and runs `task` on it; gives the process's exit code.
 
     Args:
