@@ -62,7 +62,7 @@ class RecordingDisk(Disk):
 
     def __init__(self, root: Path) -> None:
         self.states: dict[Tree, int] = {}
-        self.num_operations = 0
+        self.interrupt_renames = False  # as Ctrl-C does, or a kill: the rename is done, what follows it is not
         self.acknowledged = 0  # the newest step of which a save has returned
         self.root, self._top = root, Folder()
         self._syncing: File | Folder | None = None
@@ -98,6 +98,8 @@ class RecordingDisk(Disk):
         parent = self._folder(old.parent)
         parent.change({new.name if name == old.name else name: item for name, item in parent.now.items()})
         self._keep_states()
+        if self.interrupt_renames:
+            raise KeyboardInterrupt
 
     def remove(self, path: Path) -> None:
         super().remove(path)
@@ -126,7 +128,6 @@ class RecordingDisk(Disk):
         return found
 
     def _keep_states(self) -> None:
-        self.num_operations += 1
         for tree in self._top.possible():
             self.states[tree] = max(self.acknowledged, self.states.get(tree, 0))
 

@@ -198,7 +198,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 test_newest_step_is_restorable_after_any_order_of_events = AnyOrder.TestCase
 
@@ -231,6 +231,17 @@ def replace_one(store: CheckpointStore, disk: RecordingDisk) -> None:
     disk.acknowledge(3)
 
 
+def save_again_after_an_interrupt(store: CheckpointStore, disk: RecordingDisk) -> None:
+    store.save(small(1))
+    disk.acknowledge(1)
+    disk.interrupt_renames = True
+    with pytest.raises(KeyboardInterrupt):
+        store.save(small(2))
+    disk.interrupt_renames = False
+    CheckpointStore(disk.root / "run" / "checkpoints", disk=disk).save(small(2))  # nothing is old enough to delete
+    disk.acknowledge(2)
+
+
 def is_good(tree: Tree, must_have: int, folder: Path) -> bool:
     """Restores a state that a power cut leaves, and goes on from there."""
     put_on_disk(tree, folder)
@@ -240,6 +251,15 @@ def is_good(tree: Tree, must_have: int, folder: Path) -> bool:
         return False
     if found is not None and not (same(found, small(found.step)) or same(found, small(found.step, seed=9))):
         return False
+    with suppress(CheckpointError):
+        for step in store.steps():  # none looks complete and is not
+            store.load(step)
+        return goes_on(store, found)
+    return False
+
+
+def goes_on(store: CheckpointStore, found: Snapshot | None) -> bool:
+    """Whether cleaning and saving work from there, and the one that was found stays."""
     store.clean()
     again, _ = store.newest()
     if found is not None and not same(again, found):
@@ -248,32 +268,29 @@ def is_good(tree: Tree, must_have: int, folder: Path) -> bool:
     return same(store.newest()[0], small(4)) and not list(store.save(small(5)).parent.glob("*.tmp"))
 
 
-def bad_states(
+def enumerate_states(
     saves: Saves,
     folder: Path,
     disk_kind: type[RecordingDisk] = RecordingDisk,
     store_kind: type[CheckpointStore] = CheckpointStore,
-    stop_at_first: bool = False,
-) -> tuple[int, int]:
-    """How many states a power cut can leave and how many of them are bad."""
+) -> tuple[int, bool]:
+    """How many states a power cut can leave, and whether one of them is bad."""
     disk = disk_kind(folder / "recorded")
     disk.root.mkdir()
     saves(store_kind(disk.root / "run" / "checkpoints", disk=disk), disk)
-    num_bad = 0
     for index, (tree, must_have) in enumerate(disk.states.items()):
         place = folder / f"state-{index}"
         place.mkdir()
-        num_bad += not is_good(tree, must_have, place)
+        if not is_good(tree, must_have, place):
+            return len(disk.states), True
         shutil.rmtree(place)
-        if num_bad and stop_at_first:
-            break
-    return len(disk.states), num_bad
+    return len(disk.states), False
 
 
-@pytest.mark.parametrize("saves", [save_three, replace_one])
+@pytest.mark.parametrize("saves", [save_three, replace_one, save_again_after_an_interrupt])
 def test_no_power_cut_takes_a_checkpoint_of_which_the_save_returned(saves: Saves, tmp_path: Path) -> None:
-    num_states, num_bad = bad_states(saves, tmp_path)
-    assert num_states >= 40 and num_bad == 0
+    num_states, one_is_bad = enumerate_states(saves, tmp_path)
+    assert num_states >= 25 and not one_is_bad
 
 
 class NoFileSync(RecordingDisk):
@@ -323,4 +340,4 @@ class WritesInPlace(CheckpointStore):
 def test_planted_faults_are_found_by_the_enumeration(
     disk_kind: type[RecordingDisk], store_kind: type[CheckpointStore], tmp_path: Path
 ) -> None:
-    assert bad_states(save_two, tmp_path, disk_kind, store_kind, stop_at_first=True)[1] > 0
+    assert enumerate_states(save_two, tmp_path, disk_kind, store_kind)[1]
