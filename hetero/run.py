@@ -117,7 +117,9 @@ class Run:
                 self._session(epoch, step, state, recovery)
                 return
             except PeerError as exc:
-                if epoch > 1 and not self._joined:
+                if not self._joined:
+                    if epoch == 1:  # a machine that was never there: nothing is lost yet
+                        raise
                     self._leave_out(exc)
                 elif not recovery.goes_on(exc, self._last_step()):
                     raise
