@@ -227,22 +227,3 @@ def part_of(whole: Mapping[str, T], stages: Sequence[StageSpec], index: int) -> 
         if mine:
             part[key] = value
     return part
-
-
-def load_tensors(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
-    """Puts values into a stage's trained tensors.
-
-    Raises:
-        ConfigError: a tensor is missing, or has another shape.
-    """
-    for key, parameter in own.items():
-        if key not in tensors:
-            raise ConfigError(f"adapter.init_from must hold every tensor that trains, lacks {key}")
-        if tensors[key].shape != parameter.shape:
-            raise ConfigError(
-                f"adapter.init_from must fit adapter.r and the model: {key} has shape {list(tensors[key].shape)} there "
-                f"and {list(parameter.shape)} here"
-            )
-    with torch.no_grad():
-        for key, parameter in own.items():
-            parameter.copy_(tensors[key])

@@ -113,7 +113,7 @@ def read_snapshot(folder: Path, step: int) -> tuple[Snapshot, Manifest]:
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             raise CheckpointError(f"{folder}: must be a folder, a symbolic link or file is refused")
-        present = sorted(os.listdir(folder))
+        present = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # Finder leaves such files
         for name in present:
             if name.endswith(_PICKLE_SUFFIXES):
                 raise CheckpointError(f"{folder / name}: is pickled, which can run code when it is loaded; refused")
