@@ -82,7 +82,14 @@ def test_own_loop_decides_what_a_run_does(tmp_path: Path, data: list[str]) -> No
 def test_own_transport_is_what_dials(tmp_path: Path, data: list[str]) -> None:
     """Its time limit is 1.5 s longer than the configured one."""
     nobody = ["hardware.launch=none", "hardware.workers=[{id: a, host: 127.0.0.1, port: 9}]"]
-    args = [*data, *swap("transport"), *nobody, "transport.connect_timeout_s=0.5", f"outputs={tmp_path}"]
+    args = [
+        *data,
+        *swap("transport"),
+        *nobody,
+        "transport.connect_timeout_s=0.5",
+        "recovery=none",
+        f"outputs={tmp_path}",
+    ]
     outcome = run_here("train", *args)
     assert outcome.code == 1 and "stage 1 at 127.0.0.1:9: no connection within 2 s" in outcome.text
 
