@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from processes import metrics, train_here
-from safetensors.torch import load_file
+from resuming import COMMON, SINGLE, STOPS, Whole, assert_same_run, make_whole, state_of
 from threads import hardware_of, worker_threads
 
-from hetero.checkpoint import CheckpointStore
-
-STOPS = ["loop._target_=own_parts.stop_after_four", "allow_targets=[own_parts.stop_after_four]"]
-SINGLE = "shard_plan=single"
-# 12 rows make 3 steps an epoch: step 4 is in the middle of the second. Two micro-batches a step.
-COMMON = [
-    "data=jsonl",
-    "data.shuffle=true",
-    "loop.steps=10",
-    "loop.batch_size=4",
-    "loop.microbatch_size=2",
-    "adapter.dropout=0.1",
-    "lr_schedule=cosine",
-    "lr_schedule.warmup_steps=3",
-    "checkpoint.every_steps=3",
-]
 SGD = ["optimizer=sgd", "optimizer.momentum=0.9"]
 
 
@@ -47,27 +29,9 @@ def split(ports: list[int], *cuts: int) -> list[str]:
     return [*hardware_of(ports[: len(cuts)]), "shard_plan=split", f"shard_plan.split_points=[{points}]"]
 
 
-@dataclass
-class Whole:
-    """An uninterrupted run, and one with the same settings that stopped after step 4."""
-
-    run: Path
-    stopped: Path
-    args: list[str]
-    records: list[dict[str, Any]] = field(default_factory=list)
-
-
 @pytest.fixture(scope="module")
 def base(rows_file: Path) -> list[str]:
     return [*COMMON, f"data.path={rows_file}"]
-
-
-def make_whole(folder: Path, args: list[str], where: list[str]) -> Whole:
-    records = train_here(folder / "run", *args, *where)
-    assert [record["step"] for record in records] == list(range(1, 11))
-    before = train_here(folder / "stopped", *args, *where, *STOPS)
-    assert [record["step"] for record in before] == [1, 2, 3, 4]
-    return Whole(folder / "run", folder / "stopped", args, records)
 
 
 @pytest.fixture(scope="module")
@@ -80,27 +44,48 @@ def sgd(tmp_path_factory: pytest.TempPathFactory, base: list[str], ports: list[i
     return make_whole(tmp_path_factory.mktemp("sgd"), [*base, *SGD], split(ports, 2, 4))
 
 
-def state_of(run_dir: Path, step: int = 10) -> dict[str, torch.Tensor]:
-    return CheckpointStore(run_dir / "checkpoints").load(step).tensors
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    unequal = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-    assert unequal == []
-
-
-def assert_same_run(run_dir: Path, whole: Whole) -> None:
-    """Every step's numbers, the adapter, and everything in the last checkpoint."""
-    keys = ("step", "loss", "lr", "grad_norm", "tokens", "rows")
-    found = [{key: record[key] for key in keys} for record in metrics(run_dir)]
-    assert found == [{key: record[key] for key in keys} for record in whole.records]
-    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run_dir, whole.run)]
-    assert_equal(*adapters)
-    assert_equal(state_of(run_dir), state_of(whole.run))
-
-
 def test_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, adamw: Whole, ports: list[int]) -> None:
     """Case C01: shuffling, accumulation, dropout, warm-up and cosine, from the middle of an epoch, on 3 stages."""
     train_here(tmp_path / "run", *adamw.args, *split(ports, 2, 4), f"checkpoint.resume={adamw.stopped}")
+    assert_same_run(tmp_path / "run", adamw)
+
+
+def test_checkpoint_holds_what_trains_in_full_with_its_moments(adamw: Whole) -> None:
+    """Case C11: the tiny model's embedding and head train too; the runs here would differ without them."""
+    for step in (4, 10):
+        found = state_of(adamw.stopped if step == 4 else adamw.run, step)
+        for kind in ("adapter:", "optimizer.exp_avg:", "optimizer.exp_avg_sq:"):
+            names = [name for name in found if name.startswith(kind)]
+            assert any("embed_tokens" in name for name in names) and any("lm_head" in name for name in names)
+            assert all(found[name].isfinite().all() for name in names)
+        assert {int(value) for name, value in found.items() if name.startswith("optimizer.step:")} == {step}
+
+
+@pytest.mark.parametrize("cuts", [(5,), (1,), (1, 2, 3, 4), ()], ids=["5/1", "1/5", "1/1/1/1/2", "single"])
+def test_run_goes_on_over_another_split(cuts: tuple[int, ...], tmp_path: Path, adamw: Whole, ports: list[int]) -> None:
+    """Case C06; promise G18."""
+    train_here(tmp_path / "run", *adamw.args, *split(ports, *cuts), f"checkpoint.resume={adamw.stopped}")
+    assert_same_run(tmp_path / "run", adamw)
+
+
+def test_run_goes_on_with_another_policy_and_recomputation(tmp_path: Path, adamw: Whole, ports: list[int]) -> None:
+    other = ["schedule=gpipe", "loop.recompute=layer", *split(ports, 3)]
+    train_here(tmp_path / "run", *adamw.args, *other, f"checkpoint.resume={adamw.stopped}")
+    assert_same_run(tmp_path / "run", adamw)
+
+
+def test_momentum_follows_its_parameters(tmp_path: Path, sgd: Whole, ports: list[int]) -> None:
+    assert any(name.startswith("optimizer.momentum_buffer:") for name in state_of(sgd.stopped, 4))
+    train_here(tmp_path / "run", *sgd.args, *split(ports, 1), f"checkpoint.resume={sgd.stopped}")
+    assert_same_run(tmp_path / "run", sgd)
+
+
+def test_run_that_was_resumed_can_be_resumed(tmp_path: Path, adamw: Whole) -> None:
+    """Step 4 is taken in the first run and again in the second; no line of the log is there twice."""
+    shutil.copytree(adamw.stopped, tmp_path / "first")
+    shutil.rmtree(tmp_path / "first" / "checkpoints" / "step-00000004")
+    args = [*adamw.args, SINGLE]
+    train_here(tmp_path / "second", *args, *STOPS, f"checkpoint.resume={tmp_path / 'first'}")
+    assert [record["step"] for record in metrics(tmp_path / "second")] == [1, 2, 3, 4]
+    train_here(tmp_path / "run", *args, f"checkpoint.resume={tmp_path / 'second'}")
     assert_same_run(tmp_path / "run", adamw)
