@@ -80,7 +80,9 @@ def find_checkpoints(resume: int | str, folder: str | None, outputs: Path) -> Pa
             raise ConfigError(f"checkpoint.resume={resume} found no checkpoint in checkpoint.dir, {found.absolute()}")
         return found
     newest = sorted(
-        (file.stat().st_mtime_ns, file.parent.parent) for file in outputs.glob(f"**/{FOLDER}/step-*/manifest.json")
+        (file.stat().st_mtime_ns, file.parent.parent)
+        for file in outputs.glob(f"**/{FOLDER}/step-*/manifest.json")
+        if CheckpointStore(file.parent.parent).steps()  # not only one that was never committed
     )
     if not newest:
         raise ConfigError(
