@@ -74,7 +74,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         settings = settings_of(spec, prepared.data_set.digest(), resolved.config.data.shuffle)
         start = _starting_point(resolved, source, settings, spec, prepared)
         store = _store(resolved, run_dir, source)
-        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, settings, versions()))
+        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, run_dir, settings, versions()))
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with _logging_to(loggers, about, start.records):
@@ -111,7 +111,7 @@ def _starting_point(
     assert wanted.resume is not None
     snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
     check_settings(snapshot, source, settings, spec)
-    records = records_before(source, snapshot.step)
+    records = records_before(snapshot, source)
     log.info("going on after step %d of %s", snapshot.step, source.parent)
     return StartingPoint(snapshot.step, snapshot.tensors, records, source)
 

@@ -151,10 +151,13 @@ def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], s
         log.warning("micro-batch size or dtypes differ from before: results will not be equal to the last bit")
 
 
-def about_of(spec: RunSpec, run_id: str, settings: dict[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
+def about_of(
+    spec: RunSpec, run_id: str, run_dir: Path, settings: dict[str, Any], versions: Mapping[str, str]
+) -> dict[str, Any]:
     """What every checkpoint of a run says of it."""
     return {
         "run_id": run_id,
+        "run_dir": str(run_dir.absolute()),
         "settings": settings,
         "total_steps": spec.total_steps,
         "numbers": {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)},
@@ -163,11 +166,22 @@ def about_of(spec: RunSpec, run_id: str, settings: dict[str, Any], versions: Map
     }
 
 
-def records_before(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The records of the steps up to `step` in the run that a folder of checkpoints belongs to."""
-    file = folder.parent / METRICS
-    if not file.is_file():
-        return []
+def records_before(snapshot: Snapshot, folder: Path) -> list[dict[str, Any]]:
+    """The records of the steps up to a checkpoint, from the run that it belongs to; what is not there is said.
+
+    Args:
+        snapshot: the checkpoint.
+        folder: the checkpoints' folder: in the run's, which may have been moved, or one of its own.
+    """
+    beside = folder.parent / METRICS
+    file = beside if folder.name == FOLDER else Path(snapshot.about.get("run_dir", folder.parent)) / METRICS
+    found = _records_up_to(snapshot.step, file) if file.is_file() else []
+    if len(found) < snapshot.step:
+        log.warning("%s holds %d of the %d steps before, so this run's log does too", file, len(found), snapshot.step)
+    return found
+
+
+def _records_up_to(step: int, file: Path) -> list[dict[str, Any]]:
     found = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:

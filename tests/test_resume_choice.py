@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_here, train_here
-from resuming import COMMON, SINGLE, Whole, assert_equal, assert_same_run, make_whole
+from resuming import COMMON, SINGLE, STOPS, Whole, assert_equal, assert_same_run, make_whole
 
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import ConfigError
@@ -219,9 +219,7 @@ def test_folder_of_ones_own_holds_the_runs_before_and_after(outputs: Path, whole
     """The log has the steps before all the same, though the folder is not in that run's."""
     own = tmp_path / "own"
     args = [*whole.args, f"checkpoint.dir={own}"]
-    train_here(
-        outputs / "first", *args, "loop._target_=own_parts.stop_after_four", "allow_targets=[own_parts.stop_after_four]"
-    )
+    train_here(outputs / "first", *args, *STOPS)
     assert CheckpointStore(own).steps() == [4, 3] and not (outputs / "first" / "checkpoints").exists()
     train_here(outputs / "second", *args, "checkpoint.resume=latest")
     assert CheckpointStore(own).steps() == [10, 9]
@@ -232,7 +230,8 @@ def test_refusals_of_a_run_are_one_line(tmp_path: Path, outputs: Path, whole: Wh
     nothing = tmp_path / "nothing"
     found = refusal(nothing, whole, "checkpoint.resume=latest")
     assert found == (
-        f"error: checkpoint.resume=latest found no run with a checkpoint under {nothing}; leave it out to start at step 0"
+        f"error: checkpoint.resume=latest found no run with a checkpoint under {nothing}; "
+        "leave it out to start at step 0"
     )
     assert "checkpoint.resume=7 cannot be taken" in refusal(outputs, whole, "checkpoint.resume=7")
     for step in (3, 4):
