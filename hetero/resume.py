@@ -126,7 +126,9 @@ def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], s
     wrong = list(_differences(theirs, settings))
     if wrong:
         key, there, here = wrong[0]
-        what = "other rows" if key == "data.rows" else f"{key} is {there!r} there and {here!r} here"
+        what = f"{key} is {there!r} there and {here!r} here"
+        if key == "data.rows":
+            what = f"the rows of data have the digest {there[:16]} there and {here[:16]} here"
         raise ConfigError(
             f"checkpoint.resume must go on with the run's own settings: {what} ({folder.parent}, step {snapshot.step}; "
             f"{len(wrong)} in all differ); give them as they were, or adapter.init_from=FOLDER/adapter for a new run"
@@ -195,7 +197,11 @@ def _records_up_to(step: int, file: Path) -> list[dict[str, Any]]:
 
 def _numbers(spec: RunSpec) -> list[Any]:
     """What rounding depends on, each once: a split alone changes nothing."""
-    return sorted({f"{stage.dtype} {stage.quantization}" for stage in spec.stages} | set(spec.boundary_dtypes))
+    found = {f"{stage.dtype} {stage.quantization}" for stage in spec.stages}
+    for dtype, left, right in zip(spec.boundary_dtypes, spec.stages, spec.stages[1:], strict=False):
+        if {left.dtype, right.dtype} != {dtype}:
+            found.add(f"{dtype} between stages")
+    return sorted(found)
 
 
 def _differences(theirs: Any, mine: Any, key: str = "") -> Any:
