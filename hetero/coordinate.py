@@ -27,6 +27,7 @@ from hetero.resume import (
     StartingPoint,
     about_of,
     check_settings,
+    check_tensors,
     find_checkpoints,
     read_checkpoint,
     records_before,
@@ -118,6 +119,7 @@ def _starting_point(
     assert wanted.resume is not None
     snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
     check_settings(snapshot, source, settings, spec)
+    check_tensors(snapshot, source, prepared.adapter.shapes)
     records = records_before(snapshot, source)
     log.info("going on after step %d of %s", snapshot.step, source.parent)
     return StartingPoint(snapshot.step, snapshot.tensors, records, source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import torch
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import CheckpointError, ConfigError
 from hetero.spec import RunSpec
+from hetero.training_state import adapter_of, may_be_state
+from hetero.wire.headers import TensorEntry
+from hetero.wire.tensors import NAMES
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +154,33 @@ def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], s
     numbers = {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)}
     if snapshot.about.get("numbers") not in (None, numbers):
         log.warning("micro-batch size or dtypes differ from before: results will not be equal to the last bit")
+
+
+def check_tensors(snapshot: Snapshot, folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Compares a checkpoint's tensors with what trains.
+
+    Args:
+        snapshot: the checkpoint.
+        folder: the checkpoints' folder.
+        shapes: global key -> shape of what trains.
+
+    Raises:
+        ConfigError: it has tensors of another run.
+    """
+    for name, tensor in sorted(snapshot.tensors.items()):
+        entry = TensorEntry(name, NAMES.get(tensor.dtype, "other"), list(tensor.shape))  # type: ignore[arg-type]
+        if not may_be_state(entry, shapes):
+            found = f"has {name!r} as {entry.dtype} {entry.shape}"
+            break
+    else:
+        lacking = sorted(set(shapes) - set(adapter_of(snapshot.tensors)))
+        if not lacking:
+            return
+        found = f"lacks {lacking[0]!r}"
+    raise ConfigError(
+        f"checkpoint.resume must have the tensors that this run trains, but {folder}, step {snapshot.step}, {found}: "
+        "the model or the version of peft is another one"
+    )
 
 
 def about_of(

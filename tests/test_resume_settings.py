@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from conftest import Tiny
 from pipeline import make_spec
 from processes import losses, run_here, train_here, write_jsonl
@@ -19,7 +21,7 @@ from threads import hardware_of, worker_threads
 from hetero.checkpoint import Snapshot
 from hetero.errors import ConfigError
 from hetero.optim import learning_rate
-from hetero.resume import about_of, check_settings, settings_of
+from hetero.resume import about_of, check_settings, check_tensors, settings_of
 from hetero.spec import LrScheduleSpec, ObjectSpec, RunSpec, ScheduleSpec
 
 FOLDER = Path("/run/checkpoints")
@@ -143,6 +145,30 @@ def test_every_argument_of_the_optimizer_counts(spec: RunSpec) -> None:
     check(before, changed(spec, "optimizer", ObjectSpec("hetero.optim.adamw", {"lr": 1e-3, "betas": (0.9, 0.999)})))
     with pytest.raises(ConfigError, match=r"optimizer\.betas is \[0\.9, 0\.999\] there and \[0\.9, 0\.99\] here"):
         check(before, changed(spec, "optimizer", ObjectSpec("hetero.optim.adamw", args | {"betas": [0.9, 0.99]})))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("adapter:a", [3, 2], "has 'adapter:a' as float32 [3, 2]"),
+        ("adapter:a", [1], "has 'adapter:a' as float32 [1]"),
+        ("adapter:c", [2, 3], "has 'adapter:c' as float32 [2, 3]"),
+        ("optimizer.exp_avg:c", [2, 3], "has 'optimizer.exp_avg:c' as float32 [2, 3]"),
+        ("a", [2, 3], "has 'a' as float32 [2, 3]"),
+        (None, [], "lacks 'b'"),
+    ],
+)
+def test_tensors_of_another_model_are_refused_by_name(name: str | None, shape: list[int], said: str) -> None:
+    shapes = {"a": [2, 3], "b": [4]}
+    state = {f"adapter:{key}": torch.zeros(shape) for key, shape in shapes.items()}
+    state["optimizer.step:a"] = torch.tensor(1.0)
+    check_tensors(Snapshot(4, state, {}), FOLDER, shapes)
+    if name is None:
+        del state["adapter:b"]
+    else:
+        state[name] = torch.zeros(shape)
+    with pytest.raises(ConfigError, match=re.escape(f"but /run/checkpoints, step 4, {said}: ")):
+        check_tensors(Snapshot(4, state, {}), FOLDER, shapes)
 
 
 # ---- whole runs
