@@ -27,6 +27,7 @@ from hetero.resume import (
     StartingPoint,
     about_of,
     check_settings,
+    check_tensors,
     find_checkpoints,
     read_checkpoint,
     records_before,
@@ -65,16 +66,23 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         loggers = _loggers(resolved, run_dir)
         secret = _secret(resolved)
         source = _source_of_resume(resolved)
-        launched = _launch(resolved, run_dir, secret, stack)
+        store = _store(resolved, run_dir, source)
+        launched = (
+            _launch(resolved, run_dir, secret, stack) if source is None else None
+        )  # they load while this one does
         prepared = prepare(resolved)
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
-        workers = launched.addresses() if launched is not None else None
-        spec = resolved.spec(total_steps=num_steps, workers=workers)
-        run_id = uuid.uuid4().hex
+        spec = resolved.spec(total_steps=num_steps)
         settings = settings_of(spec, prepared.data_set.digest(), resolved.config.data.shuffle)
         start = _starting_point(resolved, source, settings, spec, prepared)
-        store = _store(resolved, run_dir, source)
-        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, settings, versions()))
+        if store is not None:
+            store.clean()
+        if source is not None:
+            launched = _launch(resolved, run_dir, secret, stack)
+        if launched is not None:
+            spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
+        run_id = uuid.uuid4().hex
+        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, run_dir, settings, versions()))
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with _logging_to(loggers, about, start.records):
@@ -111,7 +119,8 @@ def _starting_point(
     assert wanted.resume is not None
     snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
     check_settings(snapshot, source, settings, spec)
-    records = records_before(source, snapshot.step)
+    check_tensors(snapshot, source, prepared.adapter.shapes)
+    records = records_before(snapshot, source)
     log.info("going on after step %d of %s", snapshot.step, source.parent)
     return StartingPoint(snapshot.step, snapshot.tensors, records, source)
 
@@ -132,7 +141,6 @@ def _store(resolved: ResolvedRun, run_dir: Path, source: Path | None) -> Checkpo
             f"checkpoint.dir must not hold another run's checkpoints, got {folder.absolute()}; go on with that run "
             "(checkpoint.resume=latest), or name another folder"
         )
-    store.clean()
     return store
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import torch
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import CheckpointError, ConfigError
 from hetero.spec import RunSpec
+from hetero.training_state import adapter_of, may_be_state
+from hetero.wire.headers import TensorEntry
+from hetero.wire.tensors import NAMES
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +83,9 @@ def find_checkpoints(resume: int | str, folder: str | None, outputs: Path) -> Pa
             raise ConfigError(f"checkpoint.resume={resume} found no checkpoint in checkpoint.dir, {found.absolute()}")
         return found
     newest = sorted(
-        (file.stat().st_mtime_ns, file.parent.parent) for file in outputs.glob(f"**/{FOLDER}/step-*/manifest.json")
+        (file.stat().st_mtime_ns, file.parent.parent)
+        for file in outputs.glob(f"**/{FOLDER}/step-*/manifest.json")
+        if CheckpointStore(file.parent.parent).steps()  # not only one that was never committed
     )
     if not newest:
         raise ConfigError(
@@ -124,7 +129,9 @@ def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], s
     wrong = list(_differences(theirs, settings))
     if wrong:
         key, there, here = wrong[0]
-        what = "other rows" if key == "data.rows" else f"{key} is {there!r} there and {here!r} here"
+        what = f"{key} is {there!r} there and {here!r} here"
+        if key == "data.rows":
+            what = f"the rows of data have the digest {there[:16]} there and {here[:16]} here"
         raise ConfigError(
             f"checkpoint.resume must go on with the run's own settings: {what} ({folder.parent}, step {snapshot.step}; "
             f"{len(wrong)} in all differ); give them as they were, or adapter.init_from=FOLDER/adapter for a new run"
@@ -149,10 +156,40 @@ def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], s
         log.warning("micro-batch size or dtypes differ from before: results will not be equal to the last bit")
 
 
-def about_of(spec: RunSpec, run_id: str, settings: dict[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
+def check_tensors(snapshot: Snapshot, folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Compares a checkpoint's tensors with what trains.
+
+    Args:
+        snapshot: the checkpoint.
+        folder: the checkpoints' folder.
+        shapes: global key -> shape of what trains.
+
+    Raises:
+        ConfigError: it has tensors of another run.
+    """
+    for name, tensor in sorted(snapshot.tensors.items()):
+        entry = TensorEntry(name, NAMES.get(tensor.dtype, "other"), list(tensor.shape))  # type: ignore[arg-type]
+        if not may_be_state(entry, shapes):
+            found = f"has {name!r} as {entry.dtype} {entry.shape}"
+            break
+    else:
+        lacking = sorted(set(shapes) - set(adapter_of(snapshot.tensors)))
+        if not lacking:
+            return
+        found = f"lacks {lacking[0]!r}"
+    raise ConfigError(
+        f"checkpoint.resume must have the tensors that this run trains, but {folder}, step {snapshot.step}, {found}: "
+        "the model or the version of peft is another one"
+    )
+
+
+def about_of(
+    spec: RunSpec, run_id: str, run_dir: Path, settings: dict[str, Any], versions: Mapping[str, str]
+) -> dict[str, Any]:
     """What every checkpoint of a run says of it."""
     return {
         "run_id": run_id,
+        "run_dir": str(run_dir.absolute()),
         "settings": settings,
         "total_steps": spec.total_steps,
         "numbers": {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)},
@@ -161,11 +198,22 @@ def about_of(spec: RunSpec, run_id: str, settings: dict[str, Any], versions: Map
     }
 
 
-def records_before(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The records of the steps up to `step` in the run that a folder of checkpoints belongs to."""
-    file = folder.parent / METRICS
-    if not file.is_file():
-        return []
+def records_before(snapshot: Snapshot, folder: Path) -> list[dict[str, Any]]:
+    """The records of the steps up to a checkpoint, from the run that it belongs to; what is not there is said.
+
+    Args:
+        snapshot: the checkpoint.
+        folder: the checkpoints' folder: in the run's, which may have been moved, or one of its own.
+    """
+    beside = folder.parent / METRICS
+    file = beside if folder.name == FOLDER else Path(snapshot.about.get("run_dir", folder.parent)) / METRICS
+    found = _records_up_to(snapshot.step, file) if file.is_file() else []
+    if len(found) < snapshot.step:
+        log.warning("%s holds %d of the %d steps before, so this run's log does too", file, len(found), snapshot.step)
+    return found
+
+
+def _records_up_to(step: int, file: Path) -> list[dict[str, Any]]:
     found = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
@@ -179,7 +227,11 @@ def records_before(folder: Path, step: int) -> list[dict[str, Any]]:
 
 def _numbers(spec: RunSpec) -> list[Any]:
     """What rounding depends on, each once: a split alone changes nothing."""
-    return sorted({f"{stage.dtype} {stage.quantization}" for stage in spec.stages} | set(spec.boundary_dtypes))
+    found = {f"{stage.dtype} {stage.quantization}" for stage in spec.stages}
+    for dtype, left, right in zip(spec.boundary_dtypes, spec.stages, spec.stages[1:], strict=False):
+        if {left.dtype, right.dtype} != {dtype}:
+            found.add(f"{dtype} between stages")
+    return sorted(found)
 
 
 def _differences(theirs: Any, mine: Any, key: str = "") -> Any:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from hetero.checkpoint import CheckpointStore, Snapshot
-from hetero.errors import CheckpointError, HeteroError
+from hetero.errors import CheckpointError, HeteroError, NumericError
 from hetero.failpoints import hit
 from hetero.gathering import Gathering
 from hetero.inbox import Inbox
 from hetero.member import Member
 from hetero.session import CoordinatorSession
 from hetero.spec import CheckpointSpec
+from hetero.training_state import adapter_of
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ class Saver:
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         assert self.store is not None
+        if (bad := not_finite(tensors)) is not None:
+            log.warning("step %d is not saved: %s is not finite", step, bad)
+            return
         try:
             self.store.save(Snapshot(step, tensors, self._about))
             self._failures, self.last_saved = 0, step
@@ -104,6 +108,7 @@ class Saver:
 
         Raises:
             PeerError: a worker was lost before its state was here.
+            NumericError: what was learned is not finite, so it is neither saved nor given.
         """
         while session.is_saving():
             _wait(session.inbox)
@@ -121,9 +126,16 @@ class Saver:
         while not here.is_set():
             _wait(session.inbox)
         self.settle()
+        if (bad := not_finite(found)) is not None:
+            raise NumericError(f"{bad} is not finite after step {step}; a lower optimizer.lr may help")
         if self.store is not None and self.last_saved != step:
             self._write(step, found)
         return found
+
+
+def not_finite(state: Mapping[str, torch.Tensor]) -> str | None:
+    """The first trained tensor with a value that is not finite."""
+    return next((key for key, tensor in sorted(adapter_of(state).items()) if not bool(tensor.isfinite().all())), None)
 
 
 def _wait(inbox: Inbox) -> None:

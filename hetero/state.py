@@ -11,6 +11,8 @@ from hetero.training_state import may_be_state
 from hetero.wire.headers import State, TensorEntry
 from hetero.wire.tensors import DTYPES, as_bytes
 
+MAX_FOR_EACH = 12  # tensors of state for one that trains; AdamW has 4, one in 8 bits 8
+
 
 class StateAssembler:
     """Puts the pieces of a sender's STATE frames together, each where it belongs and once.
@@ -35,6 +37,8 @@ class StateAssembler:
             PeerError: it is not the piece that must follow, or a tensor that is not expected.
         """
         if self._total is None:
+            if header.total > MAX_FOR_EACH * len(self._expected):
+                raise PeerError(f"announced {header.total} tensors of state for {len(self._expected)} that train")
             self._total = header.total
         if (header.index, header.offset, header.total) != (self._next_index, self._next_offset, self._total):
             raise PeerError("sent pieces of state out of order")

@@ -18,8 +18,8 @@ from hetero.wire.headers import TensorEntry
 ADAPTER = "adapter:"
 OPTIMIZER = "optimizer."
 
-_DTYPES = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool"}
 _TRAINED_DTYPES = {"float32", "bfloat16", "float16"}
+_DTYPES = _TRAINED_DTYPES | {"float64", "int64", "int32", "int8", "uint8", "bool"}
 _SMALL_BYTES = 64 * 1024  # of what an optimizer keeps beside moments: counters, tables of a quantised moment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from hetero.device import Device
-from hetero.loop import Training, run_step
+from hetero.loop import Training, run_step, train
 from hetero.spec import RunSpec
 from hetero.stage import Stage, build_stage
 from hetero.transport.tcp import TcpTransport
@@ -52,6 +53,17 @@ def every_step_twice(training: Training) -> None:
         record = run_step(training, step)
         training.on_step(record)
         training.on_step(record)
+
+
+def stop_after_four(training: Training) -> None:
+    """The loop of every run, and somebody who asks for its end in step 4."""
+
+    def on_step(record: dict[str, Any]) -> None:
+        training.on_step(record)
+        if record["step"] == 4:
+            training.stop.ask("four steps are enough")
+
+    train(dataclasses.replace(training, on_step=on_step))
 
 
 class TextLogger:
