@@ -75,7 +75,7 @@ class Cluster:
     def start_coordinator(self, outputs: Path, failpoint: str = "") -> Coordinator:
         """Starts a run under `outputs`, or goes on with the one that has a checkpoint there."""
         entries = ", ".join(f'{{id: {name}, host: "127.0.0.1", port: {port}}}' for name, port in self._ports.items())
-        resume = any(outputs.glob("**/step-*/manifest.json"))
+        resume = any(outputs.glob("**/step-????????/manifest.json"))
         run_dir = outputs / f"run-{self._starts}"
         child = self._server.start(
             "train",
