@@ -7,9 +7,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,10 @@ class Cluster:
         folder: everything lies in here.
         model: of the runs.
         rows_file: of the runs.
-        overrides: added to every run's command line.
     """
 
-    def __init__(
-        self, server: ForkServer, folder: Path, model: Path, rows_file: Path, overrides: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, server: ForkServer, folder: Path, model: Path, rows_file: Path) -> None:
         self._server, self._folder, self._model, self._rows_file = server, folder, model, rows_file
-        self._overrides = overrides
         self._ports = dict.fromkeys(WORKERS, 0)
         self._starts = 0
         self.workers: dict[str, Child] = {}
@@ -72,8 +68,8 @@ class Cluster:
         self.workers[name] = child
         return child
 
-    def start_coordinator(self, outputs: Path, failpoint: str = "") -> Coordinator:
-        """Starts a run under `outputs`, or goes on with the one that has a checkpoint there."""
+    def start_coordinator(self, outputs: Path, failpoint: str = "", *overrides: str) -> Coordinator:
+        """Starts a run under `outputs`, or goes on with the one that has a checkpoint there; each in a new folder."""
         entries = ", ".join(f'{{id: {name}, host: "127.0.0.1", port: {port}}}' for name, port in self._ports.items())
         resume = any(outputs.glob("**/step-????????/manifest.json"))
         run_dir = outputs / f"run-{self._starts}"
@@ -96,7 +92,7 @@ class Cluster:
             "recovery.wait_s=60",
             f"outputs={outputs}",
             f"hydra.run.dir={run_dir}",
-            *self._overrides,
+            *overrides,
             log=self._log("coordinator"),
             env={VARIABLE: failpoint},
         )
@@ -123,7 +119,6 @@ class Coordinator:
 
     child: Child
     run_dir: Path
-    _seen: list[dict[str, Any]] = field(default_factory=list)
 
     def last_step(self) -> int:
         """The last step in its metrics, 0 where there is none; a line that was torn by a kill is none."""
@@ -142,12 +137,10 @@ class Coordinator:
 
 
 @contextmanager
-def cluster(
-    folder: Path, model: Path, rows_file: Path, overrides: tuple[str, ...] = (), env: Mapping[str, str] | None = None
-) -> Iterator[Cluster]:
+def cluster(folder: Path, model: Path, rows_file: Path) -> Iterator[Cluster]:
     """Lends two workers; nothing is left of them and of their runs."""
-    with ForkServer(environment() | {**(env or {})}) as server:
-        yield Cluster(server, folder, model, rows_file, overrides)
+    with ForkServer(environment()) as server:
+        yield Cluster(server, folder, model, rows_file)
 
 
 def result_of(run_dir: Path, checkpoints: Path | None = None) -> Result:

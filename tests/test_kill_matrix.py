@@ -141,6 +141,19 @@ def test_a_kill_at_any_time_changes_nothing(matrix: Matrix, case: Case, tmp_path
     check(matrix, case, tmp_path)
 
 
+def test_checkpoints_in_a_folder_of_their_own_keep_the_records_too(matrix: Matrix, tmp_path: Path) -> None:
+    """The coordinator dies twice, and each run of it has another folder."""
+    own = f"checkpoint.dir={tmp_path / 'own'}"
+    for failpoint in ("coordinator.applied@5", "coordinator.applied@4"):
+        run = matrix.cluster.start_coordinator(tmp_path, failpoint, own)
+        wait_for_death(run.child, run.child, LIMIT_S, matrix.cluster.all_logs)
+    last = matrix.cluster.start_coordinator(tmp_path, "", own)
+    matrix.cluster.finish(last, LIMIT_S)
+    assert last.began_at() == 6
+    assert_same(result_of(last.run_dir, tmp_path / "own"), matrix.expected)
+    assert not leftovers(tmp_path)
+
+
 def test_every_failpoint_was_hit(matrix: Matrix, request: pytest.FixtureRequest) -> None:
     """Of the tests above, in the same session."""
     selected = {item.callspec.params["case"] for item in request.session.items if "test_a_kill_changes" in item.name}
