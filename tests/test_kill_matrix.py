@@ -61,12 +61,12 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every place x 1, 2, 4, on both workers where it is theirs."""
+    """Every place x 1, 2, 4, 8, on both workers where it is theirs."""
     return [
         Case(victim, name, occurrence)
         for name in NAMES
         for victim in (WORKERS if name.startswith("worker.") else ("coordinator",))
-        for occurrence in (1, 2, 4)
+        for occurrence in (1, 2, 4, 8)
         if occurrence <= _OFTEN.get(name, 1)
     ]
 
