@@ -17,7 +17,7 @@ import torch
 from hetero import registry
 from hetero.awake import kept_awake
 from hetero.checkpoint import CheckpointStore
-from hetero.errors import ConfigError
+from hetero.errors import CheckpointError, ConfigError
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.prepare import Prepared, check_quickly, prepare, total_steps
@@ -120,6 +120,10 @@ def _starting_point(
     snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
     check_settings(snapshot, source, settings, spec)
     check_tensors(snapshot, source, prepared.adapter.shapes)
+    try:
+        CheckpointStore(source, keep_last=wanted.keep_last).clean()
+    except CheckpointError as exc:  # it is only read from here on, so it may be another's, or on a read-only disk
+        log.warning("%s", exc)
     records = records_before(snapshot, source)
     log.info("going on after step %d of %s", snapshot.step, source.parent)
     return StartingPoint(snapshot.step, snapshot.tensors, records, source)
