@@ -4,11 +4,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero.config import SHAPES_DIR, run_script
+from hetero.script import run_script
 
 
-def train(raw: dict[str, Any], run_dir: Path) -> None:
-    """One run: checks everything first, then coordinates it, or serves as one of its workers."""
+def train(raw: dict[str, Any], run_dir: Path) -> bool:
+    """One run: checks everything first, then coordinates it, or serves as one of its workers.
+
+    Returns:
+        Whether somebody ended it before its last step.
+    """
+    from hetero.config import SHAPES_DIR
     from hetero.resolve import resolve
     from hetero.roles import worker_here
 
@@ -24,11 +29,13 @@ def train(raw: dict[str, Any], run_dir: Path) -> None:
             outputs=Path(resolved.config.outputs),
             allow_targets=resolved.config.allow_targets,
         )
-        return
+        return False
     from hetero.coordinate import coordinate
     from hetero.summary import log_summary
 
-    log_summary(coordinate(resolved, run_dir))
+    result = coordinate(resolved, run_dir)
+    log_summary(result)
+    return result.stopped is not None
 
 
 def main() -> int:

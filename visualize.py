@@ -5,19 +5,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero.config import SHAPES_DIR, run_script
+from hetero.script import run_script
 
 log = logging.getLogger(__name__)
 
 
 def visualize(raw: dict[str, Any], run_dir: Path) -> None:
     """Writes the plan as Mermaid and DOT text, and says where."""
+    from hetero.config import SHAPES_DIR
     from hetero.diagram import write_diagrams
     from hetero.resolve import resolve
 
     output = raw.pop("output")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
-    for path in write_diagrams(resolved, run_dir if output is None else _of_job(Path(output))):
+    for path in write_diagrams(resolved, run_dir if output is None else _of_job(Path(output).expanduser())):
         log.info("%s", path)
 
 

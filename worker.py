@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetero.config import run_script
+from hetero.script import run_script
 
 
 def work(raw: dict[str, Any], _: Path) -> None:

@@ -4,16 +4,60 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
+from hetero.facts import ModelFacts
+from hetero.families import Family
+from hetero.folders import one_line
+from hetero.spec import AdapterSpec
+from hetero.tensor_files import Entry, read_entries
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+# A key of PEFT's files: the module's own name, and whether the tensor is LoRA's A or B.
+_LORA = re.compile(r"\.([^.]+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+
+
+def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Family) -> None:
+    """Refuses a PEFT folder of another adapter or another model, as far as its headers and the model's sizes tell.
+
+    Takes milliseconds; `read_adapter` compares the rest, once the model's modules are known.
+
+    Raises:
+        ConfigError: as for `read_adapter`.
+    """
+    theirs, entries = _read_headers(folder)
+    _check_same_scaling(theirs, {"lora_alpha": spec.alpha} | msgspec.to_builtins(spec))
+    found = {(lora[1], lora[2], key): entry.shape for key, entry in entries.items() if (lora := _LORA.search(key))}
+    asked = list(family.default_targets) if spec.target_modules == "auto" else spec.target_modules
+    if isinstance(asked, list) and (ours := {name.rpartition(".")[2] for name in asked}) != (
+        there := {name for name, _, _ in found}
+    ):
+        raise ConfigError(
+            f"adapter.target_modules must be as in adapter.init_from, got {', '.join(sorted(ours))}, "
+            f"there {', '.join(sorted(there))}"
+        )
+    for (_, side, key), shape in found.items():
+        if (layer := _LAYER.search(key)) and int(layer[1]) >= facts.num_hidden_layers:
+            raise ConfigError(
+                f"adapter.init_from must be of a model with {facts.num_hidden_layers} layers, got one with {key}"
+            )
+        if not spec.rank_pattern and shape[0 if side == "A" else -1] != spec.r:
+            raise ConfigError(f"adapter.init_from must fit adapter.r={spec.r}, but {key} has shape {shape} there")
+    for module, sizes in _outer_sizes(found).items():
+        if facts.hidden_size not in sizes:  # every module that can be a target reads or writes hidden states
+            raise ConfigError(
+                f"adapter.init_from must be of a model with hidden size {facts.hidden_size}, but {module} goes from "
+                f"{sizes[0]} to {sizes[1]} there"
+            )
 
 
 def read_adapter(folder: str | Path, adapter: ResolvedAdapter) -> dict[str, torch.Tensor]:
@@ -26,21 +70,12 @@ def read_adapter(folder: str | Path, adapter: ResolvedAdapter) -> dict[str, torc
     from safetensors.torch import load_file
 
     folder = Path(folder)
-    if (folder / "adapter_model.bin").exists() and not (folder / WEIGHTS_FILE).exists():
-        raise ConfigError(
-            f"adapter.init_from must hold {WEIGHTS_FILE}, got only a pickled adapter_model.bin in {folder}"
-        )
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found no {name} in {folder}")
+    theirs, _ = _read_headers(folder)
     try:
-        theirs = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS_FILE)
-        if not isinstance(theirs, dict):
-            raise ValueError(f"{CONFIG_FILE} must hold a JSON object")
     except Exception as exc:  # safetensors raises its own SafetensorError without a common base
         raise ConfigError(f"adapter.init_from cannot be read: {folder}: {exc}") from None
-    _check_same_scaling(theirs, adapter.config)
+    _check_same_scaling(theirs, adapter.config.to_dict())
     for key, shape in adapter.shapes.items():
         if key not in tensors:
             raise ConfigError(f"adapter.init_from must hold every tensor that trains, lacks {key}")
@@ -54,8 +89,33 @@ def read_adapter(folder: str | Path, adapter: ResolvedAdapter) -> dict[str, torc
     return dict(tensors)
 
 
-def _check_same_scaling(theirs: dict[str, Any], config: Any) -> None:
-    ours = config.to_dict()
+def _read_headers(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """PEFT's configuration, and what tensors there are."""
+    if (folder / "adapter_model.bin").exists() and not (folder / WEIGHTS_FILE).exists():
+        raise ConfigError(
+            f"adapter.init_from must hold {WEIGHTS_FILE}, got only a pickled adapter_model.bin in {folder}"
+        )
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found no {name} in {folder}")
+    try:
+        theirs = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{CONFIG_FILE} must hold a JSON object")
+        return theirs, read_entries(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"adapter.init_from cannot be read: {folder}: {one_line(exc)}") from None
+
+
+def _outer_sizes(found: dict[tuple[str, str, str], list[int]]) -> dict[str, list[int]]:
+    """Full name of a module -> sizes of what it reads and writes, of LoRA's A [R, in] and B [out, R]."""
+    sizes: dict[str, list[int]] = {}
+    for (_, side, key), shape in sorted(found.items(), key=lambda item: item[0][1]):  # A first
+        sizes.setdefault(key.partition(".lora_")[0], []).append(shape[-1 if side == "A" else 0])
+    return {name: pair for name, pair in sizes.items() if len(pair) == 2}
+
+
+def _check_same_scaling(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     for key, name in (
         ("lora_alpha", "adapter.alpha"),
         ("use_rslora", "adapter.use_rslora"),

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.families import FAMILIES, Family, check_target_names, family_of
+from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of
 from hetero.keys import key64
 from hetero.models import PassThrough
 from hetero.spec import AdapterSpec, StageSpec
@@ -93,9 +93,7 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     family = family_of(whole.config.model_type)
     config = lora_config(spec, family)
     asked = config.target_modules
-    num_layers = whole.config.num_hidden_layers
-    if out := [index for index in spec.layers_to_transform or [] if index >= num_layers]:
-        raise ConfigError(f"adapter.layers_to_transform must be below {num_layers} layers, got {out[0]}")
+    check_layers(spec.layers_to_transform, whole.config.num_hidden_layers)
     try:
         peft_model = get_peft_model(whole, copy.deepcopy(config), low_cpu_mem_usage=True)
     except ValueError as exc:
@@ -229,22 +227,3 @@ def part_of(whole: Mapping[str, T], stages: Sequence[StageSpec], index: int) -> 
         if mine:
             part[key] = value
     return part
-
-
-def load_tensors(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
-    """Puts values into a stage's trained tensors.
-
-    Raises:
-        ConfigError: a tensor is missing, or has another shape.
-    """
-    for key, parameter in own.items():
-        if key not in tensors:
-            raise ConfigError(f"adapter.init_from must hold every tensor that trains, lacks {key}")
-        if tensors[key].shape != parameter.shape:
-            raise ConfigError(
-                f"adapter.init_from must fit adapter.r and the model: {key} has shape {list(tensors[key].shape)} there "
-                f"and {list(parameter.shape)} here"
-            )
-    with torch.no_grad():
-        for key, parameter in own.items():
-            parameter.copy_(tensors[key])

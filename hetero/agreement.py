@@ -57,4 +57,4 @@ def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def _ordered(version: str) -> tuple[int, ...]:
-    return tuple(int(part) if part.isdigit() else 0 for part in version.split("."))
+    return tuple(int(part) if part.isdecimal() else 0 for part in version.split("."))

@@ -5,9 +5,12 @@ Only this file and the scripts import hydra or omegaconf; everything behind them
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import warnings
@@ -23,7 +26,8 @@ if sys.version_info >= (3, 14):  # hydra 1.3.8 fails there while it defines its 
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -35,8 +39,9 @@ CONF_DIR = _BESIDE if (_BESIDE / "config.yaml").is_file() else _PACKAGE / "conf"
 SHAPES_DIR = CONF_DIR / "shapes"
 
 _NOISE = re.compile(r"HYDRA_FULL_ERROR|object_type=")  # lines of a message that help nobody
+_KEY = re.compile(r"[+~]{0,2}[\w./@:-]+")  # of an argument, as far as it is told from a value that lost its key
 
-Task = Callable[[dict[str, Any], Path], None]
+Task = Callable[[dict[str, Any], Path], bool | None]  # True: somebody ended it before its time
 
 
 def root() -> Path:
@@ -44,7 +49,7 @@ def root() -> Path:
     return _BESIDE.parent if CONF_DIR == _BESIDE else Path.home() / "hetero"
 
 
-def run_script(task: Task, config_name: str) -> int:
+def run_task(task: Task, config_name: str) -> int:
     """Composes the configuration from the command line and runs `task` on it, for a sweep once for each job.
 
     Args:
@@ -52,23 +57,28 @@ def run_script(task: Task, config_name: str) -> int:
         config_name: file in conf/.
 
     Returns:
-        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 130 or 143 after a signal; 1 after a
-        sweep whose jobs failed in both ways.
+        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 143 after SIGTERM; 1 after a sweep whose
+        jobs failed in both ways.
     """
     failed: dict[int, int] = {}  # number of a job -> its exit code
     began = 0
     full_errors = bool(os.environ.get("HYDRA_FULL_ERROR"))
+    stopped = False
 
     def job(cfg: DictConfig) -> None:
-        nonlocal began
+        nonlocal began, stopped
+        if stopped:
+            raise KeyboardInterrupt  # whoever ends a job of a sweep means the sweep
         began += 1
         try:
-            task(_plain(cfg), Path(HydraConfig.get().runtime.output_dir))
+            stopped = bool(task(_plain(cfg), Path(HydraConfig.get().runtime.output_dir)))
         except HeteroError as exc:
             if full_errors:
                 raise
             log.error("%s", exc)
             failed[began - 1] = 2 if isinstance(exc, ConfigError) else 1
+            if isinstance(exc, ConfigError):
+                _remove_empty_run(Path(cfg.outputs))
 
     # Libraries' notes to their own developers; ours are errors in the tests.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
@@ -88,9 +98,6 @@ def run_script(task: Task, config_name: str) -> int:
             raise
         sys.stderr.write(f"error: {explain(exc)}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
     except Terminated:
         sys.stderr.write("terminated\n")
         return 143
@@ -99,6 +106,22 @@ def run_script(task: Task, config_name: str) -> int:
         sys.stderr.write(f"{len(failed)} of {began} jobs failed: {numbers} (each one's log has the reason)\n")
     codes = set(failed.values())
     return codes.pop() if len(codes) == 1 else int(bool(codes))
+
+
+def _remove_empty_run(outputs: Path) -> None:
+    """Takes a refused run's folder away where it holds hydra's own files alone; a sweep's jobs keep their logs."""
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir).resolve()
+    outputs = outputs.resolve()
+    if hydra_config.mode is not RunMode.RUN or hydra_config.output_subdir is None or outputs not in run_dir.parents:
+        return
+    own = {run_dir / hydra_config.output_subdir, run_dir / f"{hydra_config.job.name}.log"}
+    if set(run_dir.iterdir()) - own:
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a folder that holds other runs
+        for folder in run_dir.parents[: run_dir.parents.index(outputs)]:
+            folder.rmdir()
 
 
 def _raise_terminated(*_: object) -> None:
@@ -116,6 +139,8 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
 
 def explain(exc: Exception) -> str:
     """One line for what is wrong with a command line."""
+    if isinstance(exc, OverrideParseException):
+        return _unreadable(exc.override)
     text = str(exc)
     if cause := exc.__cause__:
         text = f"{text}\n{cause}"
@@ -136,6 +161,29 @@ def explain(exc: Exception) -> str:
         known = [option for option in options if re.fullmatch(r"[\w.-]+", option)]
         return f"{group} must be one of {', '.join(known)}, got {name!r}"
     return " ".join(line.strip() for line in text.splitlines() if line.strip() and not _NOISE.search(line))
+
+
+def _unreadable(override: str) -> str:
+    """The message for an argument that hydra's grammar does not take, with how to quote its value."""
+    key, given, value = override.partition("=")
+    if not given or not _KEY.fullmatch(key):
+        return f"an argument must be KEY=VALUE as in loop.steps=20, or an option of --help, got {override!r}"
+    name, shown = key.lstrip("+~"), value if value.isprintable() else repr(value)
+    if value.startswith(("[", "{")) and (value.rstrip().endswith(("]", "}")) or not re.search(r"[]}]", value)):
+        return (
+            f"{name} must be a list or map with every bracket closed, and with quotes around a text in it that has "
+            f'special signs, as in ["it\'s"], got {shown}'
+        )
+    remedy = _quoted(key, value) if value.isprintable() else f"{key}='VALUE'"
+    return f"{name} must have quotes around a value with special signs, got {shown}: write {remedy}"
+
+
+def _quoted(key: str, value: str) -> str:
+    """An argument as one types it in a shell, with quotes for the shell outside and quotes for hydra inside."""
+    mark = '"' if "'" in value and '"' not in value else "'"
+    inside = re.sub(rf"(\\*)({mark}|$)", lambda found: found[1] * 2 + (f"\\{mark}" if found[2] else ""), value)
+    argument = f"{key}={mark}{inside}{mark}"
+    return shlex.quote(argument) if re.search(r'["$`\\!]', argument) else f'"{argument}"'
 
 
 def _unknown_key(key: str) -> str:

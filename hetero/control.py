@@ -125,6 +125,7 @@ class Phase(enum.Enum):
     JOIN = "join"
     SYNC = "sync"
     RUN = "run"
+    GATHER = "gather"
     OVER = "over"
 
 
@@ -149,7 +150,6 @@ class CoordinatorControl:
     _ready: dict[int, Ready] = field(default_factory=dict)
     _norms: dict[int, memoryview] = field(default_factory=dict)
     _saving: set[int] = field(default_factory=set)  # stages whose state is on its way
-    _gathering: bool = False
 
     def received(self, stage: int, frame: Frame) -> list[Action]:
         """A frame came from a worker; one that comes after the end means nothing."""
@@ -182,8 +182,6 @@ class CoordinatorControl:
     def begin_step(self, step: int) -> None:
         """The coordinator starts to compute a step."""
         self._expect(Phase.RUN)
-        if self._gathering:
-            raise LocalProtocolError("no step may follow a GATHER, whose order among a worker's steps is not known")
         self.step = step
 
     def apply(self, clip_factor: float, *, save: bool = False) -> list[Action]:
@@ -197,10 +195,13 @@ class CoordinatorControl:
         return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor, save=save)) for s in self.peers]
 
     def gather(self, step: int) -> list[Action]:
-        """Everyone is to send its state as it is after `step`; no step follows in this session."""
+        """Everyone is to send its state as it is after `step`; no step follows in this session.
+
+        A worker hears of steps from its neighbour and of GATHER from here, so their order would not be known.
+        """
         self._expect(Phase.RUN)
         self._begin_saving()
-        self._gathering = True
+        self.phase = Phase.GATHER
         return [Send(stage, FrameType.GATHER, Gather(step=step)) for stage in self.peers]
 
     def state_complete(self, stage: int) -> None:
@@ -232,7 +233,7 @@ class CoordinatorControl:
             if not header.permanent:
                 return [Retry(stage, f"refused: {header.reason}")]
             return self._fail(self.peers[stage].error(f"refused: {header.reason}"))
-        if isinstance(header, Reason):
+        if isinstance(header, Reason) and frame.type is FrameType.STOP:
             return [Notify(StopAsked(header.reason))]
         if isinstance(header, State):
             if stage not in self._saving:
@@ -262,7 +263,7 @@ class CoordinatorControl:
 
     def _on_ready(self, stage: int, frame: Frame, header: Ready) -> list[Action]:
         self._expect_remote(Phase.RUN, frame)
-        if header.step != self.step or stage in self._ready or self._gathering:
+        if header.step != self.step or stage in self._ready:
             raise RemoteProtocolError(f"READY of step {self.step} must come once, got step {header.step}")
         if frame.payload.nbytes % 8:
             raise RemoteProtocolError(f"norms are float64, got {frame.payload.nbytes} bytes")

@@ -20,7 +20,7 @@ from hetero.checkpoint import CheckpointStore
 from hetero.errors import ConfigError
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
-from hetero.prepare import Prepared, check_device, prepare, total_steps
+from hetero.prepare import Prepared, check_quickly, prepare, total_steps
 from hetero.resolve import ResolvedRun
 from hetero.resume import (
     FOLDER,
@@ -59,7 +59,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     if (run_dir / "run.json").exists():
         raise ConfigError(f"the run's folder must be a new one, {run_dir} holds a run already (hydra.run.dir)")
     run_dir.mkdir(parents=True, exist_ok=True)
-    check_device(resolved)
+    check_quickly(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_awake())
         loggers = _loggers(resolved, run_dir)

@@ -16,8 +16,6 @@ from hetero.errors import ConfigError
 from hetero.rows import IGNORE, Row, Rows, read_rows
 from hetero.spec import DataSpec
 
-DEFAULT_MAX_LENGTH = 1024
-
 logger = logging.getLogger(__name__)
 
 
@@ -83,19 +81,18 @@ class MicroBatch:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def load(spec: DataSpec, tokenizer: Any | None, *, vocab_size: int, max_positions: int) -> DataSet:
+def load(spec: DataSpec, tokenizer: Any | None, *, vocab_size: int, max_length: int) -> DataSet:
     """Read, tokenise, check and cut the configured rows; every example has at least one label that is predicted.
 
     Args:
         spec: the run's data configuration.
         tokenizer: a `PreTrainedTokenizerBase`; None is enough for rows that are tokenised already.
         vocab_size: rows of the model's embedding.
-        max_positions: the longest row that the model takes.
+        max_length: most tokens of a row; longer ones are cut.
 
     Raises:
         ConfigError: a value, file or row that cannot work, or no row is left.
     """
-    max_length = _max_length(spec, max_positions)
     found = read_rows(spec)
     encoded = encode(found.rows, tokenizer, response_only=spec.response_only)
     if spec.source == "pydocs":
@@ -116,7 +113,7 @@ def load(spec: DataSpec, tokenizer: Any | None, *, vocab_size: int, max_position
     if not examples and without_by_cut:
         raise ConfigError(
             f"data.max_length must leave a label in at least one row, got {max_length}; "
-            f"raise it (the model takes {max_positions}) or shorten the prompts: {summary}"
+            f"raise it or shorten the prompts: {summary}"
         )
     if not examples:
         raise ConfigError(f"data.path must hold a row to train on (an answer, or two tokens of text), got {summary}")
@@ -199,17 +196,6 @@ def _example(row: Row, item: Encoded, max_length: int, share: Callable[[int], in
     if item.labels is item.input_ids:
         return Example(row.id, shared, shared)
     return Example(row.id, shared, tuple(label if label == IGNORE else share(label) for label in labels))
-
-
-def _max_length(spec: DataSpec, max_positions: int) -> int:
-    if spec.max_length is None:
-        return min(DEFAULT_MAX_LENGTH, max_positions)
-    if spec.max_length > max_positions:
-        raise ConfigError(
-            f"data.max_length must be at most {max_positions} (max_position_embeddings of the model), "
-            f"got {spec.max_length}"
-        )
-    return spec.max_length
 
 
 def _check_vocabulary(row: Row, item: Encoded, vocab_size: int) -> None:

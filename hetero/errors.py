@@ -42,7 +42,7 @@ class PeerError(HeteroError):
         lost: bool = False,
     ) -> None:
         # A reason may hold a peer's own words: no line breaks and no terminal codes in a log.
-        self.reason = "".join(c if c.isprintable() else repr(c)[1:-1] for c in reason)
+        self.reason = printable(reason)
         self.stage, self.host, self.port, self.step, self.lost = stage, host, port, step, lost
         super().__init__(self._text())
 
@@ -75,3 +75,8 @@ def show_address(host: str, port: int | None) -> str:
     """`host:port` with brackets around an IPv6 address; port 0 or None is left out."""
     shown = f"[{host}]" if ":" in host else host
     return f"{shown}:{port}" if port else shown
+
+
+def printable(text: str) -> str:
+    """Another machine's words as they may stand in a log: line breaks and terminal codes as escapes."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

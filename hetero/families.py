@@ -86,3 +86,13 @@ def check_target_names(targets: list[str], family: Family) -> None:
             f"adapter.target_modules must name modules of a {family.model_type} model "
             f"({', '.join(family.linear_modules)}), got {', '.join(map(repr, wrong))}"
         )
+
+
+def check_layers(layers: list[int] | None, num_layers: int) -> None:
+    """Checks that an adapter's layers are layers of the model.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if out := [index for index in layers or [] if index >= num_layers]:
+        raise ConfigError(f"adapter.layers_to_transform must be below {num_layers} layers, got {out[0]}")

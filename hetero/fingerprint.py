@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import ConfigError
+from hetero.tensor_files import read_entries
 
 SAMPLE_BYTES = 2048
-_MAX_HEADER_BYTES = 100_000_000
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.\d+)\.")
 # Keys of config.json that tools write for themselves; they say nothing about the model.
 _VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
@@ -63,32 +62,19 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _tensors(file: Path) -> list[tuple[str, bytes]]:
     """Name and sampled content of each tensor of a safetensors file."""
+    try:
+        entries = read_entries(file)
+    except ValueError as exc:
+        raise ConfigError(f"{file} must be a safetensors file ({exc}); copy it again") from None
     found = []
     with file.open("rb") as stream:
-        try:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError("its header is too long")
-            raw = stream.read(length)
-            if len(raw) < length:
-                raise ValueError("it ends within its header")
-            header: dict[str, Any] = json.loads(raw)
-            if not isinstance(header, dict):
-                raise ValueError("its header is no JSON object")
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = entry["data_offsets"]
-                if not 0 <= begin <= end:
-                    raise ValueError(f"tensor {name!r} lies at [{begin}, {end})")
-                stream.seek(8 + length + begin)
-                first = stream.read(min(SAMPLE_BYTES, end - begin))
-                stream.seek(8 + length + max(begin, end - SAMPLE_BYTES))
-                last = stream.read(min(SAMPLE_BYTES, end - begin))
-                about = json.dumps([entry["dtype"], entry["shape"]]).encode()
-                found.append((name, about + first + last))
-        except (ValueError, KeyError, TypeError, RecursionError, struct.error) as exc:
-            raise ConfigError(f"{file} must be a safetensors file ({exc}); copy it again") from None
+        for name, entry in entries.items():
+            stream.seek(entry.begin)
+            first = stream.read(min(SAMPLE_BYTES, entry.end - entry.begin))
+            stream.seek(max(entry.begin, entry.end - SAMPLE_BYTES))
+            last = stream.read(min(SAMPLE_BYTES, entry.end - entry.begin))
+            about = json.dumps([entry.dtype, entry.shape]).encode()
+            found.append((name, about + first + last))
     return found
 
 

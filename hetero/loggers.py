@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -76,7 +78,7 @@ class WandbLogger:
         group: runs of one sweep; None leaves it out.
 
     Raises:
-        ConfigError: the package is not there.
+        ConfigError: the package is not there, or mode is online and there is no key that the server takes.
     """
 
     def __init__(self, run_dir: Path, project: str = "hetero", mode: str = "offline", group: str | None = None) -> None:
@@ -91,15 +93,19 @@ class WandbLogger:
         self._wandb: Any = wandb
         self._settings = {"project": project, "mode": mode, "group": group, "dir": str(run_dir)}
         self._run: Any = None
+        if mode == "online":
+            with self._refusals_in_one_line():
+                if not wandb.login(prompt=False):
+                    raise wandb.errors.UsageError("no API key is configured")
 
     def start(self, run: dict[str, Any]) -> None:
         """Opens the run.
 
         Raises:
-            ConfigError: mode is online and there is no key.
+            ConfigError: mode is online and the server takes no run.
         """
         wandb = self._wandb
-        try:
+        with self._refusals_in_one_line():
             self._run = wandb.init(
                 **self._settings,
                 name=run.get("run_name"),
@@ -107,10 +113,6 @@ class WandbLogger:
                 reinit="finish_previous",
                 settings=wandb.Settings(console="off", x_disable_stats=True, silent=True),
             )
-        except (wandb.errors.UsageError, wandb.errors.CommError) as exc:
-            raise ConfigError(
-                f"logger.wandb.mode=online needs a key (wandb login), or use offline: {str(exc).splitlines()[0]}"
-            ) from exc
 
     def step(self, record: dict[str, Any]) -> None:
         """Logs the numbers of a step, stages by id."""
@@ -126,3 +128,13 @@ class WandbLogger:
         """Closes the run, as failed where there was an error."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
+
+    @contextmanager
+    def _refusals_in_one_line(self) -> Iterator[None]:
+        errors = self._wandb.errors
+        try:
+            yield
+        except (errors.UsageError, errors.CommError) as exc:
+            raise ConfigError(
+                f"logger.wandb.mode=online needs a key (wandb login), or use offline: {str(exc).splitlines()[0]}"
+            ) from exc

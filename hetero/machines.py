@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +55,12 @@ def name_or_address(address: str) -> str:
     """The machine's `.local` name where it leads to this address, since addresses change; otherwise the address."""
     name = f"{socket.gethostname().partition('.')[0]}.local"
     entries = looked_up(lambda: socket.getaddrinfo(name, None))
-    return name if entries is not None and address in {str(entry[4][0]) for entry in entries} else address
+    found = {_without_card(str(entry[4][0])) for entry in entries or ()}
+    return name if _without_card(address) in found else address
+
+
+def _without_card(address: str) -> str:
+    return address.partition("%")[0]
 
 
 def looked_up(look_up: Callable[[], T]) -> T | None:
@@ -70,6 +75,19 @@ def looked_up(look_up: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(_NAME_S)
     return found[0] if found else None
+
+
+def unknown_hosts(hosts: Sequence[str]) -> list[str]:
+    """Those of these names and addresses that lead nowhere; none where the name server does not answer in time."""
+
+    def is_unknown(host: str) -> bool:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (socket.gaierror, UnicodeError):
+            return True
+        return False
+
+    return looked_up(lambda: [host for host in hosts if is_unknown(host)]) or []
 
 
 def hardware_line(host: str, port: int) -> str:

@@ -112,15 +112,11 @@ def load_stage(
     return model  # type: ignore[no-any-return]
 
 
-def meta_model(path: str | Path | None, config_dict: dict[str, Any] | None = None, revision: str | None = None) -> Any:
+def meta_model(path: str | Path, *, revision: str | None = None) -> Any:
     """The whole model without memory for its weights: shapes and names only."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if config_dict is not None:
-        kind = str(config_dict["model_type"])
-        config = AutoConfig.for_model(kind, **{k: v for k, v in config_dict.items() if k != "model_type"})
-    else:
-        config = AutoConfig.from_pretrained(path, revision=revision)
+    config = AutoConfig.from_pretrained(path, revision=revision)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from hetero.errors import ConfigError, show_address
 from hetero.machines import remembered
+from hetero.roles import is_here
 from hetero.secret import from_code, new_secret, read_secret, secret_file, to_code, write_secret
+from hetero.spec import WorkerEntry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.action == "machines" and arguments.new:
             raise ConfigError("--new goes with show and join, got machines --new")
         if arguments.action == "machines":
-            lines = [f"{m.id}: {show_address(m.host, m.port)}, device {m.device}" for m in remembered()]
+            lines = [_shown(machine) for machine in remembered()]
         elif arguments.action == "join":
             lines = _join(file, replace=arguments.new)
         else:
@@ -44,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _shown(machine: WorkerEntry) -> str:
+    """One machine; a worker on a loopback address needed no pairing."""
+    local = ", on this machine" if is_here(machine.host, {"localhost"}) else ""
+    return f"{machine.id}: {show_address(machine.host, machine.port)}, device {machine.device}{local}"
 
 
 def _show(file: Path, *, new: bool) -> list[str]:

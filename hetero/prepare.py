@@ -11,8 +11,12 @@ import torch
 
 from hetero import adapters, data, models, store
 from hetero import device as devices
-from hetero.adapter_files import read_adapter
+from hetero.adapter_files import check_adapter, read_adapter
+from hetero.errors import ConfigError
+from hetero.machines import unknown_hosts
 from hetero.resolve import ResolvedRun
+from hetero.spec import WorkerEntry
+from hetero.transport.addresses import bare_host
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +37,7 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     config = resolved.config
     model_path = store.find_weights(config.model.path, revision=config.model.revision)
     tokenizer = _tokenizer(model_path, config.model.revision)
-    data_set = data.load(
-        config.data,
-        tokenizer,
-        vocab_size=resolved.facts.vocab_size,
-        max_positions=resolved.facts.max_position_embeddings,
-    )
+    data_set = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
     log.info("data: %s", data_set.summary)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
@@ -49,12 +48,37 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
 
 
-def check_device(resolved: ResolvedRun) -> None:
-    """Checks the coordinator's own device before any worker hears of the run."""
+def check_quickly(resolved: ResolvedRun) -> None:
+    """Checks on this machine what takes no time, before any process is started, any data read, or any worker asked.
+
+    Raises:
+        ConfigError: the device, the weights' files, the first adapter or a worker's host name cannot work.
+    """
+    config = resolved.config
+    _check_device(resolved)
+    if config.hardware.launch == "none":
+        _check_hosts(config.hardware.workers)
+    store.check_local_weights(config.model.path, revision=config.model.revision)
+    if config.adapter.init_from:
+        folder = Path(config.adapter.init_from).expanduser()
+        check_adapter(folder, config.adapter, resolved.facts, resolved.family)
+
+
+def _check_device(resolved: ResolvedRun) -> None:
     plan, planned = resolved.stages[0], resolved.config.shard_plan.stages
     key = "shard_plan.stages[0]" if planned and planned[0].device else "hardware.coordinator"
     device = devices.resolve(plan.device or "auto", key=f"{key}.device")
     device.check_dtype(plan.dtype or resolved.config.model.dtype, key="model.dtype")
+
+
+def _check_hosts(workers: list[WorkerEntry]) -> None:
+    unknown = unknown_hosts([bare_host(worker.host) for worker in workers])
+    for index, worker in enumerate(workers):
+        if bare_host(worker.host) in unknown:
+            raise ConfigError(
+                f"hardware.workers[{index}].host must be a name or an address that leads to the machine, got "
+                f"{worker.host!r}, which cannot be resolved: is the machine on and in this network? Its address will do"
+            )
 
 
 def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:

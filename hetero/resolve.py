@@ -17,7 +17,7 @@ from hetero import registry, store
 from hetero.checked import convert
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts, read_facts
-from hetero.families import Family, check_target_names, family_of
+from hetero.families import Family, check_layers, check_target_names, family_of
 from hetero.folders import local_name
 from hetero.plan import resolve_plan
 from hetero.schedule import policy_for
@@ -138,6 +138,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     if not for_drawing:
         if isinstance(config.adapter.target_modules, list):
             check_target_names(config.adapter.target_modules, family)
+        check_layers(config.adapter.layers_to_transform, facts.num_hidden_layers)
         _check_for_training(config, facts, stages, max_length)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()

@@ -23,7 +23,7 @@ from hetero import adapters, registry
 from hetero.adapter_files import check_complete, save_adapter
 from hetero.agreement import shapes_digest
 from hetero.console import StepProgress
-from hetero.errors import PeerError
+from hetero.errors import PeerError, printable
 from hetero.failpoints import hit
 from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
@@ -117,7 +117,9 @@ class Run:
                 self._session(epoch, step, state, recovery)
                 return
             except PeerError as exc:
-                if epoch > 1 and not self._joined:
+                if not self._joined:
+                    if epoch == 1:  # a machine that was never there: nothing is lost yet
+                        raise
                     self._leave_out(exc)
                 elif not recovery.goes_on(exc, self._last_step()):
                     raise
@@ -184,7 +186,7 @@ class Run:
         synced = session.wait_synced().synced
         _check_adapters(session, self.prepared, synced)
         stages = [(str(member.stage.device), str(spec.stages[0].dtype))]
-        stages += [(synced[i].device, synced[i].dtype) for i in sorted(synced)]
+        stages += [(printable(synced[i].device), printable(synced[i].dtype)) for i in sorted(synced)]
         self.result.stages = stages
         for plan, (device_name, dtype) in zip(spec.stages, stages, strict=True):
             log.info("stage %s: layers [%d, %d) on %s in %s", plan.id, plan.start, plan.end, device_name, dtype)

@@ -68,8 +68,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: dict[str, Any]
 
     def to_bytes(self) -> bytes:
-        """The file: the same content gives the same bytes."""
-        return _sealed(msgspec.to_builtins(self))
+        """The file: the same content gives the same bytes; raises ValueError where it is too large to be read again."""
+        data = _sealed(msgspec.to_builtins(self))
+        if len(data) > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"a manifest must have {_MAX_MANIFEST_BYTES} bytes at most, got {len(data)}")
+        return data
 
 
 def part_files(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, bytes]]:
@@ -110,7 +113,7 @@ def read_snapshot(folder: Path, step: int) -> tuple[Snapshot, Manifest]:
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             raise CheckpointError(f"{folder}: must be a folder, a symbolic link or file is refused")
-        present = sorted(os.listdir(folder))
+        present = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # Finder leaves such files
         for name in present:
             if name.endswith(_PICKLE_SUFFIXES):
                 raise CheckpointError(f"{folder / name}: is pickled, which can run code when it is loaded; refused")
@@ -135,8 +138,10 @@ def read_manifest(file: Path, step: int) -> Manifest:
         CheckpointError: it is damaged, of another format or step, or names files that a checkpoint does not have.
         OSError: it cannot be read.
     """
+    if (size := _size_of(file)) > _MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{file}: must have {_MAX_MANIFEST_BYTES} bytes at most, got {size}")
     try:
-        plain = _unsealed(_read_file(file, _MAX_MANIFEST_BYTES))
+        plain = _unsealed(_read_file(file, size))
         if plain.get("format") != FORMAT:
             raise CheckpointError(f"{file}: must be of format {FORMAT}, got {plain.get('format')!r}")
         manifest = msgspec.convert(plain, Manifest)
@@ -153,9 +158,9 @@ def read_manifest(file: Path, step: int) -> Manifest:
 
 
 def _read_part(file: Path, part: Part, names: set[str]) -> dict[str, torch.Tensor]:
-    data = _read_file(file, part.num_bytes)
-    if len(data) != part.num_bytes:
-        raise CheckpointError(f"{file}: must have {part.num_bytes} bytes, got {len(data)}")
+    if (size := _size_of(file)) != part.num_bytes:
+        raise CheckpointError(f"{file}: must have {part.num_bytes} bytes, got {size}")
+    data = _read_file(file, size)
     if Part.of(data) != part:
         raise CheckpointError(f"{file}: is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")
     try:
@@ -167,16 +172,18 @@ def _read_part(file: Path, part: Part, names: set[str]) -> dict[str, torch.Tenso
     return tensors
 
 
-def _read_file(file: Path, max_bytes: int) -> bytes:
-    """The content of a regular file; a larger one is refused before it is read."""
+def _size_of(file: Path) -> int:
     info = os.lstat(file)
     if not stat.S_ISREG(info.st_mode):
         raise CheckpointError(f"{file}: must be a regular file, a symbolic link or folder is refused")
-    if info.st_size > max_bytes:
-        raise CheckpointError(f"{file}: must have {max_bytes} bytes at most, got {info.st_size}")
-    no_follow = getattr(os, "O_NOFOLLOW", 0)  # it may have become a link by now; Windows has no such flag
+    return info.st_size
+
+
+def _read_file(file: Path, num_bytes: int) -> bytes:
+    """The content of a regular file of this size; it may have become a symbolic link or another file by now."""
+    no_follow = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | no_follow)) as stream:
-        return stream.read(max_bytes + 1)
+        return stream.read(num_bytes + 1)
 
 
 def _sealed(plain: dict[str, Any]) -> bytes:

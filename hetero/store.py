@@ -9,6 +9,7 @@ from typing import Any
 from hetero import hub
 from hetero.errors import ConfigError
 from hetero.folders import checked_name, fetched_folder, flat_name, is_plain_name, one_line
+from hetero.tensor_files import read_entries
 from hetero.tiny import TINY, make_tiny, tiny_config
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -92,6 +93,17 @@ def find_weights(
     return path
 
 
+def check_local_weights(path: str, *, revision: str | None = None, cache: Path | None = None) -> None:
+    """Check what `find_weights` would find on this machine, where that is a folder; asks no hub and makes nothing.
+
+    Raises:
+        ConfigError: some of the files are missing or damaged, or they are not safetensors.
+    """
+    folder = None if path == TINY else _local_folder(path, revision, None, cache, True)
+    if folder is not None:
+        check_weights(folder)
+
+
 def find_by_name(name: str, models_dir: Path | None) -> Path:
     """Get the folder of a local model that another machine names; the name cannot lead out of `models_dir`.
 
@@ -159,7 +171,9 @@ def _weights_fault(folder: Path) -> str | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         pointers = [name for name in names if _is_lfs_pointer(folder / name)]
-        return f"holds a Git LFS pointer in place of {pointers[0]}; run `git lfs pull` there" if pointers else None
+        if pointers:
+            return f"holds a Git LFS pointer in place of {pointers[0]}; run `git lfs pull` there"
+        return _damage(folder, names)
     if names != [_WEIGHTS]:
         return f"lacks {missing[0]} ({len(missing)} of {len(names)} files missing); copy the rest"
     for pattern in ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"):
@@ -168,6 +182,16 @@ def _weights_fault(folder: Path) -> str | None:
     for gguf in sorted(folder.glob("*.gguf")):
         return f"has only {gguf.name}; convert it to safetensors"
     return f"has no *.safetensors ({_WEIGHTS}, or {_INDEX} and its files); copy them there"
+
+
+def _damage(folder: Path, names: list[str]) -> str | None:
+    """Which of the files has not arrived as a whole, by its header and its size."""
+    for name in names:
+        try:
+            read_entries(folder / name)
+        except ValueError as exc:
+            return f"holds a damaged {name} ({exc}); copy it again"
+    return None
 
 
 def _is_lfs_pointer(file: Path) -> bool:

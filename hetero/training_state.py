@@ -19,6 +19,7 @@ ADAPTER = "adapter:"
 OPTIMIZER = "optimizer."
 
 _DTYPES = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool"}
+_TRAINED_DTYPES = {"float32", "bfloat16", "float16"}
 _SMALL_BYTES = 64 * 1024  # of what an optimizer keeps beside moments: counters, tables of a quantised moment
 
 
@@ -34,7 +35,7 @@ def may_be_state(entry: TensorEntry, shapes: Mapping[str, Sequence[int]]) -> boo
     if shape is None or entry.dtype not in _DTYPES:
         return False
     if f"{kind}:" == ADAPTER:
-        return list(entry.shape) == list(shape)
+        return list(entry.shape) == list(shape) and entry.dtype in _TRAINED_DTYPES
     most = 8 * torch.Size(shape).numel() + _SMALL_BYTES
     return kind.startswith(OPTIMIZER) and kind[len(OPTIMIZER) :].isidentifier() and entry.nbytes() <= most
 

@@ -6,6 +6,7 @@ import platform
 from importlib import metadata
 
 from hetero import __version__
+from hetero.errors import printable
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "bitsandbytes")
 
@@ -22,6 +23,6 @@ def versions() -> dict[str, str]:
 
 
 def differences(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """`name mine / theirs` for each version that differs or stands on one side only."""
-    names = sorted({*mine, *theirs})
-    return [f"{n} {mine.get(n, 'none')} / {theirs.get(n, 'none')}" for n in names if mine.get(n) != theirs.get(n)]
+    """`name mine / theirs` for each version that differs or stands on one side only; fit for a log."""
+    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    return [printable(f"{name} {mine.get(name, 'none')} / {theirs.get(name, 'none')}") for name in names]

@@ -24,7 +24,7 @@ from hetero.training_state import adapter_of
 from hetero.transport.addresses import HOW_TO_PAIR, parse
 from hetero.transport.identity import Identity, identity_of
 from hetero.transport.link import Received
-from hetero.transport.listening import Listening
+from hetero.transport.listening import Listening, bound_address
 from hetero.transport.tcp import TcpTransport
 from hetero.watchdog import Progress, Watchdog
 from hetero.wire.headers import FrameType, Gather, Synced
@@ -52,7 +52,7 @@ def serve(
         announce: called with the bound host and port; None prints how to reach this worker instead.
     """
     identity = identity_of(listening.secret)
-    host, port = listening.sock.getsockname()[:2]
+    host, port = bound_address(listening.sock)
 
     def make_transport(spec: RunSpec) -> TcpTransport:
         return make_transport_of(spec, allow_targets, identity)

@@ -16,16 +16,16 @@ from peft import LoraConfig, get_peft_model
 from pipeline import build_stages, lively, make_spec, pipeline_logits, run_stages, same_bits
 from reference import run_reference, trained, whole_model
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from hetero import adapters, data
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE, check_complete, read_adapter, save_adapter
-from hetero.adapters import ResolvedAdapter, load_tensors
+from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
 from hetero.families import FAMILIES
 from hetero.models import meta_model
 from hetero.spec import AdapterSpec
 from hetero.stage import Stage
+from hetero.training_state import as_state, put_state
 
 QV = AdapterSpec(r=4, alpha=8, target_modules=["q_proj", "v_proj"])
 SPLITS = ((), (3,), (1, 4), (1, 2, 3, 4, 5))
@@ -360,7 +360,7 @@ def test_an_adapter_is_read_back_as_it_was_saved(tiny: Tiny, tmp_path: Path) -> 
     for cuts in ((), (1, 4)):
         stages = build_stages(make_spec(tiny("llama"), cuts, adapter=QV), tiny("llama"))
         for stage in stages:
-            load_tensors(stage.trained, found)
+            put_state(stage.trained, None, as_state(found))
         assert all(torch.equal(value, tensors[key]) for key, value in gathered(stages).items())
 
 
@@ -429,15 +429,6 @@ def test_a_pickled_adapter_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS_FILE).unlink()
     torch.save(tensors, tmp_path / "adapter_model.bin")
     assert "adapter_model.bin" in refusal(lambda: read_adapter(tmp_path, whole))
-
-
-def test_a_stage_takes_its_share_only_if_it_is_there_and_fits(tiny: Tiny) -> None:
-    own = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(3))}
-    assert "lacks b" in refusal(lambda: load_tensors(own, {"a": torch.ones(2)}))
-    assert "b" in refusal(lambda: load_tensors(own, {"a": torch.ones(2), "b": torch.ones(4)}))
-    assert not own["a"].any()  # nothing is half loaded
-    load_tensors(own, {"a": torch.ones(2), "b": torch.ones(3), "of another stage": torch.ones(1)})
-    assert own["a"].all()
 
 
 def test_incomplete_gathering_is_noticed(tiny: Tiny) -> None:

@@ -14,7 +14,7 @@ from hetero.errors import ConfigError
 from hetero.secret import secret_file, write_secret
 from hetero.transport import addresses
 from hetero.transport.addresses import bare_host, check_bind, default_address, is_private, parse
-from hetero.transport.listening import listen
+from hetero.transport.listening import bound_address, listen
 
 PRIVATE = [
     "10.0.0.1", "10.255.255.255", "172.16.0.1", "172.31.255.255", "192.168.1.5", "169.254.7.7", "100.64.0.1",
@@ -254,3 +254,10 @@ def test_paired_worker_prints_the_line_for_the_coordinator(home: Path) -> None:
         assert "only this machine can connect; to let others: worker.host=ADDRESS" in one.text
         one.end()
         one.assert_gone(END_S)
+
+
+def test_bound_address_keeps_the_card_of_an_address_of_one_link() -> None:
+    bound = SimpleNamespace(getsockname=lambda: ("fe80::1", 9998, 0, 1))  # what a socket says, the card as a number
+    assert bound_address(bound) == (f"fe80::1%{socket.if_indextoname(1)}", 9998)  # type: ignore[arg-type]
+    with listen("127.0.0.1", 0) as sock:
+        assert bound_address(sock) == sock.getsockname()

@@ -23,17 +23,17 @@ from pipeline import make_spec
 
 from hetero import agreement, worker_session
 from hetero.agreement import disagreement, read_model, shapes_digest
-from hetero.coordinate import _check_adapters
 from hetero.errors import PeerError
 from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
+from hetero.run import _check_adapters
 from hetero.serve import WorkerServer
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec, WorkerEntry
 from hetero.transport.identity import identity_of
 from hetero.transport.listening import listen
 from hetero.transport.tcp import TcpTransport
-from hetero.versions import versions
+from hetero.versions import differences, versions
 from hetero.wire.headers import FrameType, Hello, Synced, Welcome
 from hetero.worker_session import WorkerSession
 
@@ -54,6 +54,17 @@ def welcome(**changes: Any) -> Welcome:
 
 
 MODEL = {"config": "c0", "tokenizer": "70", "layers.0": "10", "layers.1": "11", "embed": "e0"}
+
+
+def test_other_machine_s_versions_cannot_write_into_the_log() -> None:
+    theirs = {"torch": "2\n[31m", "pe\x1b]0;ft": "1", "same": "\a"}
+    assert differences({"torch": "2", "same": "\a"}, theirs) == ["pe\\x1b]0;ft none / 1", "torch 2 / 2\\n[31m"]
+
+
+@pytest.mark.parametrize("version", ["1.²", "٣.1", "", "1..", "\x1b"])
+def test_version_that_is_no_number_is_another_one(version: str) -> None:
+    reason = disagreement(SPEC_DIGEST, MODEL, welcome(versions={"hetero": version}), MODEL)
+    assert reason is not None and "runs something else" in reason
 
 
 def test_equal_machines_agree() -> None:

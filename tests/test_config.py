@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import Running, composed, run, run_here, started, write_jsonl
@@ -108,8 +111,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["+data._target_=os.system"], r"data\._target_ is not a key"),
     # grammar
     (["shard_plan=single,even"], r"shard_plan=single,even.*--multirun"),
-    (["loop"], r"'loop' missing EQUAL"),
-    (["loop.steps=[1"], r"no viable alternative"),
+    (["loop"], r"an argument must be KEY=VALUE as in loop\.steps=20, .*, got 'loop'$"),
+    (["my file.jsonl=3"], r"an argument must be KEY=VALUE .*, got 'my file\.jsonl=3'$"),
+    (["loop.steps=[1"], r"loop\.steps must be a list or map with every bracket closed, .* got \[1$"),
+    ([W, "hardware.workers=[{id: it's}]"], r"hardware\.workers must be a list .* got \[\{id: it's\}\]$"),
+    ([W, "hardware.workers=[{id: a, host: [::1]}]"], r"workers\[0\]\.host must be str, got .*; write ::1 without"),
     (["hydra.run.dir=/proc/no"], r"must be a folder that can be written, got /proc/no"),
 ]  # fmt: skip
 
@@ -120,7 +126,7 @@ def test_mistake_is_one_line_with_key_value_and_remedy(tmp_path: Path, overrides
     outcome = run_here("train", f"outputs={tmp_path}", *overrides)
     assert outcome.code == 2
     assert re.search("^error: .*" + message, outcome.one_line()), outcome.text
-    assert not list(tmp_path.rglob("run.json")) and not list(tmp_path.rglob("worker-*"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,7 @@ def test_mistake_is_one_line_with_key_value_and_remedy(tmp_path: Path, overrides
         ("worker", ["worker.prot=1"], r"worker\.prot is not a key; did you mean port\?"),
         ("worker", ["worker.port=x"], r"worker\.port must be .*int.*, got 'x'"),
         ("worker", ["model=tiny"], r"model is not a key|Could not override 'model'"),
+        ("worker", ["worker.host=[::1]"], r"worker\.host must be str .*; write ::1 without brackets, .*: '\[::1\]'$"),
         ("visualize", ["shard_plan=nope"], r"shard_plan must be one of"),
         ("visualize", ["outputt=x"], r"outputt is not a key; did you mean outputs\?"),
     ],
@@ -150,6 +157,29 @@ def test_mistakes_end_a_process_within_seconds_without_a_traceback(tmp_path: Pat
         plain, full = (process.wait() for process in found)
     assert plain.code == 2 and plain.one_line().startswith("error: shard_plan.split_points must rise")
     assert full.code != 0 and "Traceback" in full.text and "shard_plan.split_points must rise" in full.text
+
+
+@pytest.mark.parametrize("script", ["train", "worker", "visualize"])
+def test_interrupt_while_modules_are_imported_is_one_line(tmp_path: Path, script: str) -> None:
+    """A Ctrl-C of the first moments: hydra's place is taken by a package that is interrupted while it is imported."""
+    interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "hydra.py").write_text(interrupted, encoding="utf-8")
+    outcome = run(script, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert outcome.code == 130 and outcome.one_line() == "interrupted"
+
+
+def test_refused_run_leaves_no_folder_but_takes_nothing_else_away(tmp_path: Path) -> None:
+    bad = [f"outputs={tmp_path / 'out'}", "loop.steps=-1"]
+    for run_dir in ("out/mine", "elsewhere"):
+        (tmp_path / run_dir).mkdir(parents=True)
+        (tmp_path / run_dir / "notes").touch()
+        assert run_here("train", *bad, f"hydra.run.dir={tmp_path / run_dir}").code == 2
+    assert (tmp_path / "out" / "mine" / "notes").is_file() and (tmp_path / "elsewhere" / "train.log").is_file()
+    assert run_here("train", *bad).code == run_here("visualize", *bad).code == 2
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    assert run_here("train", "-m", *bad, "seed=1,2").code == 2
+    logs = sorted((tmp_path / "out").glob("multirun/*/*/*/train.log"))
+    assert len(logs) == 2 and all("loop.steps must be" in log.read_text(encoding="utf-8") for log in logs)
 
 
 def test_known_model_plan_brings_its_model_and_adapter_and_the_command_line_wins() -> None:
@@ -248,6 +278,34 @@ def test_logger_of_a_package_that_is_not_there_is_named(tmp_path: Path) -> None:
     outcome = run("train", "logger=wandb", f"outputs={tmp_path}", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert outcome.code == 2
     assert "error: logger=wandb needs the package wandb" in outcome.one_line() and "pip install wandb" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("output", "a (1).dot"), ("data.path", "my file=2"), ("+run_name", "it's"), ("run_name", "ä"),
+        ("output", "~/plans"), ("worker.host", "[::1]:99"), ("data.path", "a;b\\"),
+        ("run_name", """'a' "b" $c\\' `!"""),
+    ],
+)  # fmt: skip
+def test_value_that_hydra_cannot_read_is_shown_as_it_has_to_be_typed(key: str, value: str) -> None:
+    """Round trip: the shell takes the outer quotes off, hydra the inner ones."""
+    parser = OverridesParser.create()
+    with pytest.raises(OverrideParseException) as caught:
+        parser.parse_overrides([f"{key}={value}"])
+    message = explain(caught.value)
+    start = f"{key.lstrip('+')} must have quotes around a value with special signs, got {value}: write "
+    assert message.startswith(start)
+    (argument,) = shlex.split(message.removeprefix(start))
+    (override,) = parser.parse_overrides([argument])
+    assert (override.get_key_element(), override.value()) == (key, value)
+
+
+@given(text=st.text(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_unreadable_argument_becomes_one_line(text: str) -> None:
+    message = explain(OverrideParseException(text, "what hydra says"))
+    assert "\n" not in message and message.isprintable()
 
 
 @given(text=st.text(max_size=300))

@@ -26,6 +26,7 @@ from hetero.control import (
     Send,
     StatePiece,
     StepReady,
+    StopAsked,
     judge_hello,
 )
 from hetero.errors import LocalProtocolError
@@ -116,7 +117,10 @@ def test_run_goes_through_its_phases() -> None:
     assert made.gather(9) == [Send(stage, FrameType.GATHER, Gather(9)) for stage in PEERS]
     (notified,) = made.received(2, piece())
     assert isinstance(notified, Notify) and isinstance(notified.event, StatePiece) and notified.event.stage == 2
-    made.gathered()
+    made.state_complete(2)
+    assert made.is_saving()
+    made.state_complete(1)
+    assert not made.is_saving()
     assert made.end(FrameType.STOP, "finished") == [Send(stage, FrameType.STOP, Reason("finished")) for stage in PEERS]
 
 
@@ -141,7 +145,7 @@ def test_event_of_a_step_does_not_change_with_the_next() -> None:
             (Phase.RUN, FrameType.READY),
             (Phase.GATHER, FrameType.STATE),
         }
-        and type_ is not FrameType.REJECT
+        and type_ not in (FrameType.REJECT, FrameType.STOP)
     ],
 )
 def test_frame_of_another_phase_ends_the_session_by_name(phase: Phase, type_: FrameType) -> None:
@@ -183,8 +187,8 @@ def test_answer_to_something_else_ends_the_session(phase: Phase, wrong: Frame, m
 def test_busy_worker_is_tried_again_and_may_then_join() -> None:
     made = control(Phase.JOIN)
     busy = frame(FrameType.REJECT, Reject("busy with another run (x)", permanent=False))
-    assert made.received(2, busy) == [Retry(2, "busy with another run (x)")]
-    assert made.received(2, busy) == [Retry(2, "busy with another run (x)")]
+    assert made.received(2, busy) == [Retry(2, "refused: busy with another run (x)")]
+    assert made.received(2, busy) == [Retry(2, "refused: busy with another run (x)")]
     made.received(2, frame(FrameType.WELCOME, WELCOME))
     nothing = memoryview(b"")
     joined = Joined({1: WELCOME, 2: WELCOME}, {1: nothing, 2: nothing})
@@ -267,7 +271,6 @@ def test_own_calls_in_the_wrong_phase_are_refused(phase: Phase) -> None:
     calls = {
         Phase.JOIN: [lambda c: c.sync(0, {})],
         Phase.RUN: [lambda c: c.begin_step(2), lambda c: c.gather(1)],
-        Phase.GATHER: [lambda c: c.gathered()],
     }
     for right, wrong in calls.items():
         for call in wrong:
@@ -277,6 +280,49 @@ def test_own_calls_in_the_wrong_phase_are_refused(phase: Phase) -> None:
             else:
                 with pytest.raises(LocalProtocolError, match=f"belongs to phase {right.value}"):
                     call(made)
+
+
+def test_state_comes_while_the_run_goes_on() -> None:
+    made = control(Phase.RUN)
+    assert "nobody asked for" in failure(control(Phase.RUN).received(1, piece()))
+    for stage in PEERS:
+        made.received(stage, ready(1))
+    assert made.apply(1.0, save=True) == [Send(stage, FrameType.APPLY, Apply(1, 1.0, save=True)) for stage in PEERS]
+    made.begin_step(2)
+    (notified,) = made.received(1, piece())
+    assert isinstance(notified, Notify) and isinstance(notified.event, StatePiece)
+    made.state_complete(1)
+    for stage in PEERS:
+        made.received(stage, ready(2))
+    with pytest.raises(LocalProtocolError, match="still on its way"):
+        made.apply(1.0, save=True)
+    assert "nobody asked for" in failure(made.received(1, piece()))
+
+
+@pytest.mark.parametrize("phase", [Phase.JOIN, Phase.SYNC, Phase.RUN, Phase.GATHER])
+def test_worker_may_ask_for_the_end_at_any_time(phase: Phase) -> None:
+    made = control(phase)
+    assert made.received(1, frame(FrameType.STOP, Reason("SIGINT at stage 1"))) == [
+        Notify(StopAsked("SIGINT at stage 1"))
+    ]
+    assert made.phase is phase
+
+
+def test_worker_that_is_lost_before_it_answered_is_tried_again() -> None:
+    made = control(Phase.JOIN)
+    assert made.closed(1, "closed the connection", lost=True) == [Retry(1, "closed the connection")]
+    made.received(1, frame(FrameType.WELCOME, WELCOME))
+    assert "closed the connection" in failure(made.closed(1, "closed the connection", lost=True))
+
+
+def test_lost_worker_ends_this_session_only_where_the_run_recovers() -> None:
+    for recovers, lost in itertools.product([False, True], repeat=2):
+        made = CoordinatorControl(dict(PEERS), 1, recovers=recovers)
+        made.received(1, frame(FrameType.WELCOME, WELCOME))
+        actions = made.closed(1, "closed", lost=lost)
+        assert isinstance(actions[-1], Fail) and actions[-1].error.lost is lost
+        told = [action.header for action in actions if isinstance(action, Send)]
+        assert all(isinstance(h, Reason) and h.again is (recovers and lost) for h in told) and len(told) == 2
 
 
 @given(events=st.lists(st.tuples(st.sampled_from([1, 2]), st.sampled_from([*FrameType, None])), max_size=12))

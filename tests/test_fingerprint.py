@@ -194,11 +194,12 @@ def test_what_is_no_safetensors_file_is_named(folder: Path, content: bytes) -> N
         fingerprint(folder)
 
 
-def test_file_that_was_cut_off_is_not_taken_for_the_whole(folder: Path) -> None:
-    before = fingerprint(folder)
+def test_file_that_was_cut_off_is_named(folder: Path) -> None:
     raw = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(raw[: len(raw) // 2])
-    assert {"layers.5", "model.norm.weight"} & changed_parts(folder, before)
+    for content in (raw[: len(raw) // 2], raw[:-1], raw + b"x"):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"end at byte {len(raw)} and the file at byte {len(content)}\); copy"):
+            fingerprint(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])

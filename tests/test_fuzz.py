@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +43,11 @@ def test_finding_would_be_seen(frames: ModuleType, monkeypatch: pytest.MonkeyPat
         eval("1")
     with pytest.raises(AssertionError, match="open"), frames.nothing_is_run():
         (tmp_path / "file").write_text("x")
+    with pytest.raises(AssertionError, match="open"), frames.nothing_is_run():
+        os.close(os.open(tmp_path / "file", os.O_WRONLY))
     with frames.nothing_is_run():
+        (tmp_path / "file").read_text()
+    with pytest.raises(AssertionError, match="open"), frames.nothing_is_run(may_read=False):
         (tmp_path / "file").read_text()
     held: list[bytes] = []
 

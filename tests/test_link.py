@@ -472,7 +472,9 @@ def test_peer_that_closes_in_mid_frame_is_reported(cut: int) -> None:
     with raw_peer() as (raw, _, events):
         raw.sendall(raw_frame(T.STOP, Reason("whole")) + raw_frame(T.STOP, Reason("half"))[:cut])
         raw.close()
-        assert str(events.closed().error) == "the connection ended in the middle of a frame"
+        error = events.closed().error
+        assert str(error) == "the peer: the connection ended in the middle of a frame"
+        assert isinstance(error, PeerError) and error.lost
         assert [frame.header for frame in events.frames()] == [Reason("whole")]
 
 

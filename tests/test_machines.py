@@ -93,11 +93,12 @@ def test_local_name_is_preferred_only_where_it_leads_here(monkeypatch: pytest.Mo
 
     def look_up(name: str, _: object) -> list[tuple[object, ...]]:
         assert name == "box.local"
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.168.1.5", 0))]
+        found = [("192.168.1.5", 0), ("fe80::1", 0, 0, 2)]
+        return [(socket.AF_UNSPEC, socket.SOCK_STREAM, 6, "", address) for address in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert name_or_address("192.168.1.5") == "box.local"
-    assert name_or_address("10.0.0.9") == "10.0.0.9"
+    assert name_or_address("192.168.1.5") == name_or_address("fe80::1%eth0") == "box.local"
+    assert name_or_address("10.0.0.9") == "10.0.0.9" and name_or_address("fe80::2%eth0") == "fe80::2%eth0"
 
 
 def test_name_that_nobody_knows_leaves_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

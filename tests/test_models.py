@@ -172,8 +172,6 @@ def test_meta_model_takes_no_memory(tiny: Tiny) -> None:
     assert {k: p.shape for k, p in model.named_parameters()} == {
         k: p.shape for k, p in whole(tiny("llama")).named_parameters()
     }
-    again = meta_model(None, json.loads((tiny("llama") / "config.json").read_text()))
-    assert [k for k, _ in again.named_parameters()] == [k for k, _ in model.named_parameters()]
 
 
 def test_pass_through_gives_its_first_argument() -> None:

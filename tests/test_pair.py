@@ -144,8 +144,12 @@ def test_machines_lists_those_that_trained_with_this_one(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(["machines"]) == 0 and not capsys.readouterr().out.strip()
     remember([WorkerEntry("mac", "mac.local", 9999), WorkerEntry("pc", "fd00::7", 9998, "cuda:1")])
+    remember([WorkerEntry(f"w{number}", host, 7) for number, host in enumerate(["127.0.0.1", "::1", "localhost"])])
     assert main(["machines"]) == 0
     assert capsys.readouterr().out.splitlines() == [
+        "w0: 127.0.0.1:7, device auto, on this machine",
+        "w1: [::1]:7, device auto, on this machine",
+        "w2: localhost:7, device auto, on this machine",
         "mac: mac.local:9999, device auto",
         "pc: [fd00::7]:9998, device cuda:1",
     ]

@@ -78,6 +78,11 @@ def test_longest_row_is_what_is_asked_for_or_what_the_model_takes(tiny: Callable
         spec(*rows, f"model.path={tiny('llama')}", "data.max_length=257")
 
 
+def test_longest_row_of_a_model_with_a_long_context_is_1024_tokens_unless_asked_for() -> None:
+    run = resolved("shard_plan=llama8b_3stage", "data.max_length=null", for_drawing=True)
+    assert run.facts.max_position_embeddings > run.max_length == 1024
+
+
 def test_frame_that_a_micro_batch_does_not_fit_in_is_refused_before_the_run() -> None:
     too_small = ["transport.max_frame_bytes=65536", "loop.microbatch_size=4", "data.max_length=128"]
     with pytest.raises(ConfigError, match=r"transport\.max_frame_bytes must hold a micro-batch \(262144 bytes"):

@@ -2,6 +2,7 @@ import errno
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hetero.tiny import TINY, make_tiny, tiny_config
 
 ROOT = Path(__file__).parents[1]
 HUB_ID = "some-org/some-model"
+NO_TENSORS = struct.pack("<Q", 2) + b"{}"  # the smallest safetensors file
 TINY_SHA256 = "ac2597486dd056c0e0af397db4b7e858fff947039509c8b4ac3df59d684bf1c8"
 
 
@@ -52,7 +54,7 @@ def make_model(folder: Path, mark: str = "", weights: str | None = "model.safete
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"mark": mark}))
     if weights is not None:
-        (folder / weights).write_bytes(b"\x00" * 16)
+        (folder / weights).write_bytes(NO_TENSORS)
     return folder
 
 
@@ -331,6 +333,16 @@ def test_damaged_config_is_refused(content: str, tmp_path: Path) -> None:
         (
             {"model.safetensors": b"version https"},
             r"a Git LFS pointer in place of model\.safetensors; run `git lfs pull`",
+        ),
+        (
+            {"model.safetensors": NO_TENSORS[:-1]},
+            r"a damaged model\.safetensors \(it ends within its header\); copy it",
+        ),
+        ({"model.safetensors": NO_TENSORS + b"0"}, r"damaged .*\(its tensors end at byte 10 and the file at byte 11\)"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "m1.safetensors", "b": "m2.safetensors"}}'}
+            | {"m1.safetensors": NO_TENSORS, "m2.safetensors": b""},
+            r"holds a damaged m2\.safetensors",
         ),
         ({"model.safetensors.index.json": b"{}"}, "without a weight_map"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x"}}'}, "names files elsewhere"),

@@ -101,6 +101,13 @@ def test_relative_output_is_meant_from_the_current_folder_and_printed_in_full(
     assert outcome.code == 0 and outcome.text.split() == [str(tmp_path / "pics" / "a.mmd")]
 
 
+def test_output_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    outcome = run_here("visualize", f"outputs={tmp_path}", "output='~/a.mmd'")
+    assert outcome.code == 0 and outcome.text.split() == [str(tmp_path / "a.mmd")]
+
+
 @pytest.mark.parametrize("output", ["/proc/no/a.mmd", "/proc/no", "{file}/a.mmd"])
 def test_output_that_cannot_be_written_is_named(tmp_path: Path, output: str) -> None:
     file = tmp_path / "file"

@@ -85,3 +85,9 @@ def listen(
             "choose another with worker.port=N (0 lets the system choose)"
         ) from None
     return sock
+
+
+def bound_address(sock: socket.socket) -> tuple[str, int]:
+    """Host and port of a bound socket; an address of one link keeps its network card, as in `fe80::1%eth0`."""
+    host, port = socket.getnameinfo(sock.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    return host, int(port)

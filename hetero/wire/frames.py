@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from hetero.errors import LocalProtocolError, RemoteProtocolError
+from hetero.errors import LocalProtocolError, RemoteProtocolError, printable
 from hetero.wire.headers import HEADERS, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameType, Header
 
 VERSION = 1
@@ -182,4 +182,4 @@ def _finite(text: str) -> float:
 
 def _one_line(text: str) -> str:
     """Text that may hold the peer's words, fit for a terminal: no control characters, and not endless."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:300])
+    return printable(text[:300])

@@ -125,7 +125,7 @@ def _resolved(overrides: list[str]) -> ResolvedRun:
 def _rows(resolved: ResolvedRun) -> Callable[[int, tuple[int, int]], StepRows]:
     """(step, part) -> its rows, as a run with this configuration has them."""
     config, loop = resolved.config, resolved.config.loop
-    limits = {"vocab_size": resolved.facts.vocab_size, "max_positions": resolved.facts.max_position_embeddings}
+    limits = {"vocab_size": resolved.facts.vocab_size, "max_length": resolved.max_length}
     examples = data.load(config.data, None, **limits).examples
 
     def rows_of(step: int, part: tuple[int, int]) -> StepRows:

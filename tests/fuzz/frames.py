@@ -14,10 +14,7 @@ import struct
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
@@ -30,6 +27,7 @@ except ImportError:
 
 with contextlib.nullcontext() if atheris is None else atheris.instrument_imports(include=["hetero.wire"]):
     from peers import EXAMPLES, feed, make_flow, raw_frame
+    from watched import nothing_is_run
 
     from hetero.errors import RemoteProtocolError
     from hetero.wire.frames import PREFIX
@@ -38,35 +36,9 @@ with contextlib.nullcontext() if atheris is None else atheris.instrument_imports
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_GROWTH_BYTES = 1 << 20
-FORBIDDEN = ("pickle.", "exec", "compile", "import", "subprocess.", "os.", "shutil.", "marshal.", "ctypes.", "socket.")
 SETTINGS = [
     (purpose, dialler, opened) for purpose in ("control", "link", "relay") for dialler in (0, 1) for opened in (0, 1)
 ]
-
-_seen: list[str] | None = None
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _seen is None:
-        return
-    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
-    if writes or event.startswith(FORBIDDEN):
-        _seen.append(event)
-
-
-sys.addaudithook(_audit)  # cannot be taken back; it listens only inside `nothing_is_run`
-
-
-@contextmanager
-def nothing_is_run() -> Iterator[None]:
-    """Fails where code was run, or a file opened for writing."""
-    global _seen
-    events = _seen = []
-    try:
-        yield
-    finally:
-        _seen = None
-    assert events == [], events
 
 
 def connection(setting: int) -> Connection:
