@@ -69,6 +69,7 @@ class CoordinatorSession:
 
     def __init__(self, process: Coordinator, run_id: str, epoch: int, *, recovers: bool) -> None:
         self.process, self.sim, self.run_id, self.epoch = process, process.sim, run_id, epoch
+        self.began_at = self.sim.now
         self.inbox = Inbox(process)
         self.peers = {stage: Peer(stage, "host", 9000 + stage) for stage in range(1, self.sim.num_stages)}
         self.control = CoordinatorControl(self.peers, epoch, recovers=recovers)
@@ -78,29 +79,29 @@ class CoordinatorSession:
 
     def join(self, limit_s: float) -> Wait:
         sim = self.sim
-        give_up_at = sim.now + limit_s
+        give_up_at = self.began_at + limit_s
         for stage in self.peers:
             yield from self.dial(stage, give_up_at)
         while True:
             try:
                 event = yield Get(self.inbox, _is_joined_or_retry, max(0.05, give_up_at - sim.now))
             except TimeoutError:
-                raise self.away(min(set(self.peers) - self.control._welcomes.keys()), limit_s) from None
+                raise self.away(min(set(self.peers) - self.control._welcomes.keys())) from None
             if isinstance(event, Joined):
                 return
             if sim.now + RETRY_S > give_up_at:
-                raise self.away(event.stage, limit_s)
+                raise self.away(event.stage)
             yield sleep(RETRY_S)
             yield from self.dial(event.stage, give_up_at)
 
-    def away(self, stage: int, limit_s: float) -> PeerError:
-        self.process.waited_s = limit_s
+    def away(self, stage: int) -> PeerError:
+        self.process.waited_s = self.sim.now - self.began_at
         return self.peers[stage].error("gave no answer", lost=True)
 
     def dial(self, stage: int, give_up_at: float) -> Wait:
         end = yield from connect(self.process, stage, (self.run_id, self.epoch), give_up_at)
         if end is None:
-            raise self.away(stage, give_up_at - self.sim.now)
+            raise self.away(stage)
         end.session, end.about = self, stage
         self.links[stage] = end
         end.send(T.HELLO, Hello("control", self.run_id, self.epoch, stage, "c", {}))
@@ -201,6 +202,7 @@ class Coordinator(Process):
         store.records = [record for record in store.records if record <= step]
         sim.say("the coordinator starts %s after step %d", self.run_id, step)
         recovery = Recovery(RecoverySpec(wait_s=WAIT_S))
+        furthest, fruitless = -1, 0
         for epoch in itertools.count(1):
             try:
                 yield from self.one_session(epoch, step, recovery)
@@ -210,11 +212,16 @@ class Coordinator(Process):
                 faulty = (self.run_id, epoch) in sim.replayed
                 require(exc.lost or faulty, "a lost machine was taken for a breach of the rules: %s", exc)
                 reached = self.last_step()
-                if epoch > 1 and not self.joined:
-                    require(faulty or self.waited_s >= WAIT_S - 1, "a machine was not waited for: %s", exc)
+                if not self.joined:
+                    limit_s = CONNECT_S if epoch == 1 else WAIT_S
+                    require(faulty or self.waited_s >= limit_s - 1, "a machine was not waited for: %s", exc)
                     break
+                fruitless = 0 if reached > furthest else fruitless + 1
+                furthest = max(furthest, reached)
                 if not recovery.goes_on(exc, reached):
+                    require(faulty or fruitless >= 5, "the run gave up after %d sessions without a step", fruitless)
                     break
+                require(fruitless < 5, "the run goes on after %d sessions without a step", fruitless)
                 while self.writing:
                     yield sleep(0.05)
                 step = self.go_back()

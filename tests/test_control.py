@@ -195,16 +195,6 @@ def test_busy_worker_is_tried_again_and_may_then_join() -> None:
     assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(joined)]
 
 
-def test_worker_that_is_lost_while_others_are_waited_for_is_tried_again() -> None:
-    made = control(Phase.JOIN)
-    made.received(2, frame(FrameType.WELCOME, WELCOME))
-    assert made.closed(2, "connection lost", lost=True) == [Retry(2, "connection lost")]
-    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == []
-    (notified,) = made.received(2, frame(FrameType.WELCOME, WELCOME))
-    assert isinstance(notified, Notify) and isinstance(notified.event, Joined)
-    assert "stage 1 at a.lan:9001" in failure(made.closed(1, "connection lost", lost=True))
-
-
 def test_permanent_refusal_ends_the_session() -> None:
     reject = frame(FrameType.REJECT, Reject("another protocol", permanent=True))
     assert failure(control(Phase.JOIN).received(1, reject)) == "stage 1 at a.lan:9001: refused: another protocol"
@@ -308,17 +298,23 @@ def test_worker_may_ask_for_the_end_at_any_time(phase: Phase) -> None:
     assert made.phase is phase
 
 
-def test_worker_that_is_lost_before_it_answered_is_tried_again() -> None:
+def test_worker_that_is_lost_while_others_are_waited_for_is_tried_again() -> None:
     made = control(Phase.JOIN)
-    assert made.closed(1, "closed the connection", lost=True) == [Retry(1, "closed the connection")]
+    again = [Retry(1, "closed the connection")]
+    assert made.closed(1, "closed the connection", lost=True) == again
     made.received(1, frame(FrameType.WELCOME, WELCOME))
+    assert made.closed(1, "closed the connection", lost=True) == again
+    assert made.received(2, frame(FrameType.WELCOME, WELCOME)) == []
+    (notified,) = made.received(1, frame(FrameType.WELCOME, WELCOME))
+    assert isinstance(notified, Notify) and isinstance(notified.event, Joined)
     assert "closed the connection" in failure(made.closed(1, "closed the connection", lost=True))
 
 
 def test_lost_worker_ends_this_session_only_where_the_run_recovers() -> None:
     for recovers, lost in itertools.product([False, True], repeat=2):
         made = CoordinatorControl(dict(PEERS), 1, recovers=recovers)
-        made.received(1, frame(FrameType.WELCOME, WELCOME))
+        for stage in PEERS:
+            made.received(stage, frame(FrameType.WELCOME, WELCOME))
         actions = made.closed(1, "closed", lost=lost)
         assert isinstance(actions[-1], Fail) and actions[-1].error.lost is lost
         told = [action.header for action in actions if isinstance(action, Send)]
