@@ -51,7 +51,7 @@ def open_link(
         PeerError: it cannot be reached, refuses, or gives no answer.
     """
     opened = threading.Event()
-    refusal: list[str] = []
+    refusal: list[Reject] = []
 
     def deliver(event: Received | Closed) -> None:
         if isinstance(event, Closed):
@@ -59,7 +59,7 @@ def open_link(
                 inbox.fail(named(event.error, peer))
             opened.set()
         elif isinstance(event.frame.header, Reject):
-            refusal.append(event.frame.header.reason)
+            refusal.append(event.frame.header)
             opened.set()
         elif event.frame.type is FrameType.WELCOME:
             opened.set()
@@ -82,7 +82,8 @@ def open_link(
     if refusal or not answered:
         link.close()
         if refusal:
-            raise peer.error(f"refused the link: {refusal[0]}")
+            # A worker that is in no session any more has lost its coordinator, or is another process by now.
+            raise peer.error(f"refused the link: {refusal[0].reason}", lost=not refusal[0].permanent)
         raise peer.error("gave no answer to the link's HELLO", lost=True)
     return link
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from hetero.control import Membership, Peer, judge_hello
 from hetero.errors import ConfigError, HeteroError, PeerError
 from hetero.inbox import Inbox
-from hetero.neighbours import flow_at_boundary, named, pass_on
+from hetero.neighbours import flow_at_boundary, named
 from hetero.spec import RunSpec
 from hetero.stopping import signals_ask
 from hetero.transport.identity import Identity
@@ -264,7 +264,7 @@ class WorkerServer:
             except HeteroError as exc:
                 session.inbox.fail(who.error(str(exc)))
         else:
-            pass_on(event, session.inbox, who)
+            session.received(event, who)
 
     @staticmethod
     def _stage(session: WorkerSession, stage: int) -> Peer:

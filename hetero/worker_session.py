@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hetero.control import Membership, Peer
-from hetero.errors import HeteroError, LocalProtocolError, PeerError
+from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
 from hetero.inbox import Inbox
-from hetero.neighbours import flow_at_boundary, is_end, open_link
+from hetero.neighbours import flow_at_boundary, is_end, open_link, pass_on
 from hetero.spec import RunSpec
 from hetero.state import StateAssembler
 from hetero.training_state import adapter_of
@@ -37,6 +37,7 @@ from hetero.wire.headers import (
     Welcome,
 )
 from hetero.wire.tensors import state_frames
+from hetero.worker_control import WorkerControl
 
 END_S = 3.0
 END_GRACE_S = 1.0
@@ -79,8 +80,24 @@ class WorkerSession:
     instance: str
     upstream: Link | None = None
     downstream: Link | None = None
+    _rules: WorkerControl = field(init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards the rules
     _upstream_there: threading.Event = field(default_factory=threading.Event)
     _downstream_there: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._rules = WorkerControl(self.member.epoch)
+
+    def received(self, event: Received, who: Peer) -> None:
+        """A frame of the coordinator's or of a neighbour's: for compute in its turn, the session's fault out of it."""
+        try:
+            with self._lock:
+                wanted = self._rules.received(event.frame)
+        except RemoteProtocolError as exc:
+            self.inbox.fail(who.error(str(exc)))
+            return
+        if wanted:
+            pass_on(event, self.inbox, who)
 
     def welcome(self, model: dict[str, str]) -> None:
         """Takes part in the run, with the fingerprint of this machine's base model (empty: it is not here yet)."""
@@ -179,6 +196,8 @@ class WorkerSession:
 
     def send(self, type_: FrameType, header: Header, payload: tuple[memoryview, ...] = ()) -> None:
         """Sends a frame to the coordinator."""
+        with self._lock:
+            self._rules.sending(header)
         self.control.send(type_, header, payload)
 
     def send_state(self, tensors: dict[str, torch.Tensor]) -> None:

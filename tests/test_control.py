@@ -298,17 +298,23 @@ def test_worker_may_ask_for_the_end_at_any_time(phase: Phase) -> None:
     assert made.phase is phase
 
 
-def test_worker_that_is_lost_before_it_answered_is_tried_again() -> None:
+def test_worker_that_is_lost_while_others_are_waited_for_is_tried_again() -> None:
     made = control(Phase.JOIN)
-    assert made.closed(1, "closed the connection", lost=True) == [Retry(1, "closed the connection")]
+    again = [Retry(1, "closed the connection")]
+    assert made.closed(1, "closed the connection", lost=True) == again
     made.received(1, frame(FrameType.WELCOME, WELCOME))
+    assert made.closed(1, "closed the connection", lost=True) == again
+    assert made.received(2, frame(FrameType.WELCOME, WELCOME)) == []
+    (notified,) = made.received(1, frame(FrameType.WELCOME, WELCOME))
+    assert isinstance(notified, Notify) and isinstance(notified.event, Joined)
     assert "closed the connection" in failure(made.closed(1, "closed the connection", lost=True))
 
 
 def test_lost_worker_ends_this_session_only_where_the_run_recovers() -> None:
     for recovers, lost in itertools.product([False, True], repeat=2):
         made = CoordinatorControl(dict(PEERS), 1, recovers=recovers)
-        made.received(1, frame(FrameType.WELCOME, WELCOME))
+        for stage in PEERS:
+            made.received(stage, frame(FrameType.WELCOME, WELCOME))
         actions = made.closed(1, "closed", lost=lost)
         assert isinstance(actions[-1], Fail) and actions[-1].error.lost is lost
         told = [action.header for action in actions if isinstance(action, Send)]
@@ -350,9 +356,13 @@ def test_busy_worker_refuses_another_run_for_now() -> None:
 
 def test_same_run_at_a_higher_epoch_replaces_the_session_and_at_a_lower_one_does_not() -> None:
     assert judge_hello(IN_RUN, hello(epoch=2), link_taken=True) is None
-    for epoch in (0, 1):
-        refusal = judge_hello(IN_RUN, hello(epoch=epoch), link_taken=False)
-        assert refusal is not None and refusal.permanent and "epoch 1" in refusal.reason
+    refusal = judge_hello(IN_RUN, hello(epoch=0), link_taken=False)
+    assert refusal is not None and refusal.permanent and "this is epoch 1" in refusal.reason
+
+
+def test_worker_that_has_not_noticed_the_loss_of_its_control_is_tried_again() -> None:
+    refusal = judge_hello(IN_RUN, hello(epoch=1), link_taken=False)
+    assert refusal is not None and not refusal.permanent and "about to end" in refusal.reason
 
 
 def test_control_of_stage_0_is_refused_since_that_is_the_coordinator() -> None:

@@ -1,0 +1,124 @@
+"""A worker's side of a session, sans-IO: what the coordinator and the stage before may say, and when.
+
+LISTEN --HELLO (`judge_hello`)--> JOINED --SYNC--> SYNCING --its STATE, own SYNCED--> RUN --STOP, ABORT, ERROR--> OVER
+RUN: STEP, own READY, APPLY of that step, again and again; GATHER between steps, and none follows
+
+A worker that listens is in no session and has no `WorkerControl`; each session gets its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from hetero.errors import LocalProtocolError, RemoteProtocolError
+from hetero.wire.frames import Frame
+from hetero.wire.headers import Apply, Fault, Gather, Header, Ready, Reason, State, Step, Sync, Synced
+
+
+class WorkerPhase(enum.Enum):
+    """Where a worker stands in its session."""
+
+    JOINED = "joined"
+    SYNCING = "syncing"
+    RUN = "run"
+    GATHER = "gather"
+    OVER = "over"
+
+
+@dataclass
+class WorkerControl:
+    """Judges what a worker is told, in the order in which it comes.
+
+    Args:
+        epoch: number of the session within the run.
+    """
+
+    epoch: int
+    phase: WorkerPhase = WorkerPhase.JOINED
+    _awaited: int = 0  # tensors of state that are to come
+    _begun: int = 0  # the last step whose STEP came
+    _ready: int = 0  # the last step whose READY was sent
+    _decided: int = 0  # the last step whose APPLY came
+
+    def received(self, frame: Frame) -> bool:
+        """A frame came, on the control or from a neighbour; whether it is for compute.
+
+        Raises:
+            RemoteProtocolError: it may not come now.
+        """
+        header = frame.header
+        if isinstance(header, Reason):
+            self.phase = WorkerPhase.OVER
+            return True
+        if self.phase is WorkerPhase.OVER:
+            return False
+        if isinstance(header, Fault):
+            self.phase = WorkerPhase.OVER
+        elif isinstance(header, Sync):
+            self._on_sync(header)
+        elif isinstance(header, State):
+            self._on_state(header, frame.payload.nbytes)
+        elif isinstance(header, Step):
+            self._on_step(header.step)
+        elif isinstance(header, Apply):
+            self._on_apply(header.step)
+        elif isinstance(header, Gather):
+            self._on_gather(header.step)
+        return True
+
+    def sending(self, header: Header) -> None:
+        """This worker is about to send a SYNCED or a READY; all else is as it likes.
+
+        Raises:
+            LocalProtocolError: not now.
+        """
+        if self.phase is WorkerPhase.OVER:
+            return  # nobody listens
+        if isinstance(header, Synced):
+            if self.phase is not WorkerPhase.SYNCING or self._awaited:
+                raise LocalProtocolError(
+                    f"SYNCED follows SYNC and all of its state, this is phase {self.phase.value} and "
+                    f"{self._awaited} tensors are to come"
+                )
+            self.phase = WorkerPhase.RUN
+        elif isinstance(header, Ready):
+            if self.phase is not WorkerPhase.RUN or header.step != self._ready + 1 or header.step > self._begun:
+                raise LocalProtocolError(f"READY of step {header.step} may not be sent, {self._where()}")
+            self._ready = header.step
+
+    def _on_sync(self, sync: Sync) -> None:
+        if self.phase is not WorkerPhase.JOINED:
+            raise RemoteProtocolError(f"SYNC must come once, and first, not in phase {self.phase.value}")
+        if sync.epoch != self.epoch:
+            raise RemoteProtocolError(f"SYNC must be of epoch {self.epoch}, got epoch {sync.epoch}")
+        self.phase, self._awaited = WorkerPhase.SYNCING, sync.num_tensors
+        self._begun = self._ready = self._decided = sync.step
+
+    def _on_state(self, piece: State, payload_bytes: int) -> None:
+        if self.phase is not WorkerPhase.SYNCING or not self._awaited:
+            raise RemoteProtocolError(f"STATE came in phase {self.phase.value}, none is awaited")
+        if piece.offset + payload_bytes >= piece.tensor.nbytes():
+            self._awaited -= 1
+
+    def _on_step(self, step: int) -> None:
+        # The stage before may hear APPLY earlier than this one, which has sent its READY by then.
+        if self.phase is not WorkerPhase.RUN or self._begun != self._ready or step != self._begun + 1:
+            raise RemoteProtocolError(f"STEP of step {step} may not come, {self._where()}")
+        self._begun = step
+
+    def _on_apply(self, step: int) -> None:
+        if self.phase is not WorkerPhase.RUN or self._ready == self._decided or step != self._ready:
+            raise RemoteProtocolError(f"APPLY of step {step} may not come, {self._where()}")
+        self._decided = step
+
+    def _on_gather(self, step: int) -> None:
+        if self.phase is not WorkerPhase.RUN or not step == self._decided == self._begun:
+            raise RemoteProtocolError(f"GATHER after step {step} may not come, {self._where()}")
+        self.phase = WorkerPhase.GATHER
+
+    def _where(self) -> str:
+        return (
+            f"this is phase {self.phase.value} with STEP of {self._begun}, READY of {self._ready} and "
+            f"APPLY of {self._decided}"
+        )
