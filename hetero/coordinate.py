@@ -67,9 +67,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         secret = _secret(resolved)
         source = _source_of_resume(resolved)
         store = _store(resolved, run_dir, source)
-        launched = (
-            _launch(resolved, run_dir, secret, stack) if source is None else None
-        )  # they load while this one does
+        # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
+        launched = None if source is not None else _launch(resolved, run_dir, secret, stack)
         prepared = prepare(resolved)
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
