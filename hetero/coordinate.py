@@ -60,11 +60,11 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     if (run_dir / "run.json").exists():
         raise ConfigError(f"the run's folder must be a new one, {run_dir} holds a run already (hydra.run.dir)")
     run_dir.mkdir(parents=True, exist_ok=True)
+    secret = _secret(resolved)
     check_quickly(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_awake())
         loggers = _loggers(resolved, run_dir)
-        secret = _secret(resolved)
         source = _source_of_resume(resolved)
         store = _store(resolved, run_dir, source)
         # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
