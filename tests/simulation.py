@@ -18,6 +18,7 @@ forward and backward from all other stages, and the clip factor; so one wrong we
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import itertools
 import random
@@ -325,10 +326,15 @@ def main() -> None:
     faults: Counter[str] = Counter()
     events = sessions = most_lost = 0
     began = time.perf_counter()
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
+    gc.disable()  # processes and connections refer to one another; many seeds' worth is collected at a time
+    for number, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
         sim = simulate(seed, talks=arguments.seeds == 1)
         faults += sim.faults
         events, sessions, most_lost = events + sim.events, sessions + sim.sessions, max(most_lost, sim.max_lost)
+        if number % 50 == 0:
+            gc.collect()
+        if number % 10_000 == 0:
+            print(f"{number} seeds, {events} events, {faults.total()} faults", flush=True)
     took_s = time.perf_counter() - began
     print(
         f"{arguments.seeds} seeds in {took_s:.1f} s ({arguments.seeds / took_s:.0f} a second), {events} events, "
