@@ -18,6 +18,7 @@ from hetero import registry
 from hetero.awake import kept_awake
 from hetero.checkpoint import CheckpointStore
 from hetero.errors import CheckpointError, ConfigError
+from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.prepare import Prepared, check_quickly, prepare, total_steps
@@ -26,6 +27,7 @@ from hetero.resume import (
     FOLDER,
     StartingPoint,
     about_of,
+    check_model,
     check_settings,
     check_tensors,
     find_checkpoints,
@@ -73,7 +75,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
         settings = settings_of(spec, prepared.data_set.digest(), resolved.config.data.shuffle)
-        start = _starting_point(resolved, source, settings, spec, prepared)
+        model = fingerprint(prepared.model_path) if isinstance(prepared.model_path, Path) else {}
+        start = _starting_point(resolved, source, settings, model, spec, prepared)
         if store is not None:
             store.clean()
         if source is not None:
@@ -81,7 +84,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         if launched is not None:
             spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
         run_id = uuid.uuid4().hex
-        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, run_dir, settings, versions()))
+        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, run_dir, settings, model, versions()))
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with _logging_to(loggers, about, start.records):
@@ -110,7 +113,12 @@ def _source_of_resume(resolved: ResolvedRun) -> Path | None:
 
 
 def _starting_point(
-    resolved: ResolvedRun, source: Path | None, settings: dict[str, Any], spec: RunSpec, prepared: Prepared
+    resolved: ResolvedRun,
+    source: Path | None,
+    settings: dict[str, Any],
+    model: dict[str, str],
+    spec: RunSpec,
+    prepared: Prepared,
 ) -> StartingPoint:
     if source is None:
         return StartingPoint(state=as_state(prepared.initial))
@@ -118,6 +126,7 @@ def _starting_point(
     assert wanted.resume is not None
     snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
     check_settings(snapshot, source, settings, spec)
+    check_model(snapshot, source, model)
     check_tensors(snapshot, source, prepared.adapter.shapes)
     try:
         CheckpointStore(source, keep_last=wanted.keep_last).clean()

@@ -14,6 +14,7 @@ import torch
 
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import CheckpointError, ConfigError
+from hetero.fingerprint import difference
 from hetero.spec import RunSpec
 from hetero.training_state import adapter_of, may_be_state
 from hetero.wire.headers import TensorEntry
@@ -156,6 +157,20 @@ def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], s
         log.warning("micro-batch size or dtypes differ from before: results will not be equal to the last bit")
 
 
+def check_model(snapshot: Snapshot, folder: Path, model: Mapping[str, str]) -> None:
+    """Compares the base model's weights, whose folder may have the same name and others in it.
+
+    Raises:
+        ConfigError: a part that is known of both differs.
+    """
+    found = difference(dict(model), snapshot.about.get("model", {}))
+    if found:
+        raise ConfigError(
+            f"checkpoint.resume must go on with the run's own base model: {found} ({folder.parent}, "
+            f"step {snapshot.step}); give model.path and model.revision as they were"
+        )
+
+
 def check_tensors(snapshot: Snapshot, folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     """Compares a checkpoint's tensors with what trains.
 
@@ -184,13 +199,19 @@ def check_tensors(snapshot: Snapshot, folder: Path, shapes: Mapping[str, Sequenc
 
 
 def about_of(
-    spec: RunSpec, run_id: str, run_dir: Path, settings: dict[str, Any], versions: Mapping[str, str]
+    spec: RunSpec,
+    run_id: str,
+    run_dir: Path,
+    settings: dict[str, Any],
+    model: Mapping[str, str],
+    versions: Mapping[str, str],
 ) -> dict[str, Any]:
     """What every checkpoint of a run says of it."""
     return {
         "run_id": run_id,
         "run_dir": str(run_dir.absolute()),
         "settings": settings,
+        "model": dict(model),
         "total_steps": spec.total_steps,
         "numbers": {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)},
         "spec": msgspec.to_builtins(spec),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,17 @@ def stop_after_four(training: Training) -> None:
         training.on_step(record)
         if record["step"] == 4:
             training.stop.ask("four steps are enough")
+
+    train(dataclasses.replace(training, on_step=on_step))
+
+
+def signal_in_four(training: Training) -> None:
+    """The loop of every run, which gets a signal in step 4."""
+
+    def on_step(record: dict[str, Any]) -> None:
+        training.on_step(record)
+        if record["step"] == 4:
+            os.kill(os.getpid(), signal.Signals[os.environ["HETERO_TEST_SIGNAL"]])
 
     train(dataclasses.replace(training, on_step=on_step))
 

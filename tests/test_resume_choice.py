@@ -226,6 +226,22 @@ def test_folder_of_ones_own_holds_the_runs_before_and_after(outputs: Path, whole
     assert_same_run(outputs / "second", whole, checkpoints=own)
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_signal_ends_the_run_with_a_checkpoint_that_is_the_latest(
+    tmp_path: Path, whole: Whole, name: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case C12; a run without checkpoints ends as a signal ends a program."""
+    monkeypatch.setenv("HETERO_TEST_SIGNAL", name)
+    loop = ["loop._target_=own_parts.signal_in_four", "allow_targets=[own_parts.signal_in_four]"]
+    where = [f"outputs={tmp_path}", f"hydra.run.dir={tmp_path / 'stopped'}"]
+    outcome = run_here("train", *whole.args, *loop, *where)
+    assert outcome.code == 0 and "Traceback" not in outcome.text, outcome.text
+    assert f"stopped after step 4 of 10 ({name}), with a checkpoint" in outcome.text
+    assert f"going on after step 4 of {tmp_path / 'stopped'}" in go_on(tmp_path, whole, "checkpoint.resume=latest")
+    off = ["checkpoint=none", "checkpoint.every_steps=null", f"outputs={tmp_path}", f"hydra.run.dir={tmp_path / 'off'}"]
+    assert run_here("train", *whole.args, *loop, *off).code == code
+
+
 def test_refusals_of_a_run_are_one_line(tmp_path: Path, outputs: Path, whole: Whole) -> None:
     nothing = tmp_path / "nothing"
     found = refusal(nothing, whole, "checkpoint.resume=latest")

@@ -21,7 +21,7 @@ from threads import hardware_of, worker_threads
 from hetero.checkpoint import Snapshot
 from hetero.errors import ConfigError
 from hetero.optim import learning_rate
-from hetero.resume import about_of, check_settings, check_tensors, settings_of
+from hetero.resume import about_of, check_model, check_settings, check_tensors, settings_of
 from hetero.spec import LrScheduleSpec, ObjectSpec, RunSpec, ScheduleSpec
 
 FOLDER = Path("/run/checkpoints")
@@ -34,7 +34,7 @@ def spec(tiny: Tiny) -> RunSpec:
 
 def check(before: RunSpec, now: RunSpec, *, data: str = "a" * 64, shuffle: bool = True) -> None:
     """Goes on after step 4 of one with the other, whose data may differ too."""
-    about = about_of(before, "1", FOLDER.parent, settings_of(before, "a" * 64, True), {})
+    about = about_of(before, "1", FOLDER.parent, settings_of(before, "a" * 64, True), {}, {})
     about = json.loads(json.dumps(about))  # as it comes from the disk
     check_settings(Snapshot(4, {}, about), FOLDER, settings_of(now, data, shuffle), now)
 
@@ -145,6 +145,14 @@ def test_every_argument_of_the_optimizer_counts(spec: RunSpec) -> None:
     check(before, changed(spec, "optimizer", ObjectSpec("hetero.optim.adamw", {"lr": 1e-3, "betas": (0.9, 0.999)})))
     with pytest.raises(ConfigError, match=r"optimizer\.betas is \[0\.9, 0\.999\] there and \[0\.9, 0\.99\] here"):
         check(before, changed(spec, "optimizer", ObjectSpec("hetero.optim.adamw", args | {"betas": [0.9, 0.99]})))
+
+
+def test_other_weights_under_the_same_name_are_refused() -> None:
+    snapshot = Snapshot(4, {}, {"model": {"config": "a", "layers.3": "b"}})
+    check_model(snapshot, FOLDER, {"config": "a", "layers.3": "b", "tokenizer": "c"})
+    check_model(snapshot, FOLDER, {})
+    with pytest.raises(ConfigError, match=r"layers.3 has the digest b there and x here .*step 4.*model.revision"):
+        check_model(snapshot, FOLDER, {"config": "a", "layers.3": "x"})
 
 
 @pytest.mark.parametrize(
