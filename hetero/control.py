@@ -328,6 +328,9 @@ def judge_hello(current: Membership | None, hello: Hello, *, link_taken: bool) -
             "hardware.workers must list each worker once"
         )
         return Reject(reason=reason, permanent=True)
+    if hello.run_id == current.run_id and hello.epoch == current.epoch:
+        # The coordinator has lost the connection of before, and this worker has not noticed yet.
+        return Reject(reason=f"this worker's session of epoch {hello.epoch} is about to end", permanent=False)
     if hello.run_id == current.run_id:
         return Reject(reason=f"epoch {hello.epoch} is over, this is epoch {current.epoch}", permanent=True)
     return Reject(reason=f"busy with another run ({current.run_id})", permanent=False)

@@ -304,9 +304,13 @@ def test_busy_worker_refuses_another_run_for_now() -> None:
 
 def test_same_run_at_a_higher_epoch_replaces_the_session_and_at_a_lower_one_does_not() -> None:
     assert judge_hello(IN_RUN, hello(epoch=2), link_taken=True) is None
-    for epoch in (0, 1):
-        refusal = judge_hello(IN_RUN, hello(epoch=epoch), link_taken=False)
-        assert refusal is not None and refusal.permanent and "epoch 1" in refusal.reason
+    refusal = judge_hello(IN_RUN, hello(epoch=0), link_taken=False)
+    assert refusal is not None and refusal.permanent and "this is epoch 1" in refusal.reason
+
+
+def test_worker_that_has_not_noticed_the_loss_of_its_control_is_tried_again() -> None:
+    refusal = judge_hello(IN_RUN, hello(epoch=1), link_taken=False)
+    assert refusal is not None and not refusal.permanent and "about to end" in refusal.reason
 
 
 def test_control_of_stage_0_is_refused_since_that_is_the_coordinator() -> None:
