@@ -164,7 +164,9 @@ class CoordinatorControl:
         """A worker's control connection ended; `lost` where nobody broke a rule."""
         if self.phase is Phase.OVER:
             return []
-        if lost and self.phase is Phase.JOIN and stage not in self._welcomes:
+        if lost and self.phase is Phase.JOIN and len(self._welcomes) < len(self.peers):
+            self._welcomes.pop(stage, None)
+            self._models.pop(stage, None)
             return [Retry(stage, reason)]  # it may be starting, or ending a session before this one
         return self._fail(self.peers[stage].error(reason, self.step, lost=lost))
 
