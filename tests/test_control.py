@@ -195,6 +195,16 @@ def test_busy_worker_is_tried_again_and_may_then_join() -> None:
     assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(joined)]
 
 
+def test_worker_that_is_lost_while_others_are_waited_for_is_tried_again() -> None:
+    made = control(Phase.JOIN)
+    made.received(2, frame(FrameType.WELCOME, WELCOME))
+    assert made.closed(2, "connection lost", lost=True) == [Retry(2, "connection lost")]
+    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == []
+    (notified,) = made.received(2, frame(FrameType.WELCOME, WELCOME))
+    assert isinstance(notified, Notify) and isinstance(notified.event, Joined)
+    assert "stage 1 at a.lan:9001" in failure(made.closed(1, "connection lost", lost=True))
+
+
 def test_permanent_refusal_ends_the_session() -> None:
     reject = frame(FrameType.REJECT, Reject("another protocol", permanent=True))
     assert failure(control(Phase.JOIN).received(1, reject)) == "stage 1 at a.lan:9001: refused: another protocol"
