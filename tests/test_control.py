@@ -308,18 +308,6 @@ def test_worker_may_ask_for_the_end_at_any_time(phase: Phase) -> None:
     assert made.phase is phase
 
 
-def test_worker_that_is_lost_while_others_are_waited_for_is_tried_again() -> None:
-    made = control(Phase.JOIN)
-    again = [Retry(1, "closed the connection")]
-    assert made.closed(1, "closed the connection", lost=True) == again
-    made.received(1, frame(FrameType.WELCOME, WELCOME))
-    assert made.closed(1, "closed the connection", lost=True) == again
-    assert made.received(2, frame(FrameType.WELCOME, WELCOME)) == []
-    (notified,) = made.received(1, frame(FrameType.WELCOME, WELCOME))
-    assert isinstance(notified, Notify) and isinstance(notified.event, Joined)
-    assert "closed the connection" in failure(made.closed(1, "closed the connection", lost=True))
-
-
 def test_lost_worker_ends_this_session_only_where_the_run_recovers() -> None:
     for recovers, lost in itertools.product([False, True], repeat=2):
         made = CoordinatorControl(dict(PEERS), 1, recovers=recovers)
