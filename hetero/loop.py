@@ -97,9 +97,6 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     hit("coordinator.decided")
     rate = training.member.apply(step, factor)
     hit("coordinator.applied")
-    if save is not None:
-        save.part(0, training.member.state())
-        hit("coordinator.state_taken")
     elapsed = time.perf_counter() - started
     return {
         "step": step,

@@ -203,6 +203,7 @@ class Run:
                     logger.step(record)
                 progress.step(record)
                 hit("coordinator.step_logged")
+                self.saver.own_part(member)
 
             train = registry.build("loop", spec.loop.target, config.allow_targets)
             train(

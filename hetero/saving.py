@@ -41,6 +41,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._failures = 0
+        self._begun: Gathering | None = None  # lacks this process's part
         self._is_due = False  # one is wanted and has not begun, as long as the one before is on its way
         self._last_at = time.monotonic()
         self.last_saved: int | None = None
@@ -66,14 +67,22 @@ class Saver:
         return self._is_due and not busy and (self._writing is None or self._writing.done())
 
     def begin(self, step: int, shapes: Mapping[int, Mapping[str, Sequence[int]]]) -> Gathering:
-        """Where the state of a step is to come; it is written when all of it is there.
+        """Where the workers' state of a step is to come; it is written when all of it is there, `own_part` too.
 
         Args:
             step: that is finished.
             shapes: stage -> global key -> shape.
         """
         self._last_at, self._is_due = time.monotonic(), False
-        return Gathering(step, shapes, self._all_here)
+        self._begun = Gathering(step, shapes, self._all_here)
+        return self._begun
+
+    def own_part(self, member: Member) -> None:
+        """Adds this process's state to a checkpoint that has begun; once the step is logged, so that no log lacks it."""
+        if self._begun is not None:
+            self._begun.part(member.index, member.state())
+            self._begun = None
+            hit("coordinator.state_taken")
 
     def _all_here(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         self._writing = self._writer.submit(self._write, step, tensors)
@@ -92,7 +101,7 @@ class Saver:
 
     def settle(self) -> None:
         """Waits until what is complete is written; state that has not come in whole is given up."""
-        self._is_due = False
+        self._is_due, self._begun = False, None
         if self._writing is not None:
             self._writing.result()
 
