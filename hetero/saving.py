@@ -78,7 +78,7 @@ class Saver:
         return self._begun
 
     def own_part(self, member: Member) -> None:
-        """Adds this process's state to a checkpoint that has begun; once the step is logged, so that no log lacks it."""
+        """Adds this process's state to a checkpoint that has begun; after the step is logged, so no log lacks it."""
         if self._begun is not None:
             self._begun.part(member.index, member.state())
             self._begun = None
