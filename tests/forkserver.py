@@ -3,8 +3,8 @@
     test --JSON lines--> this process (one thread, no torch work) --fork--> children: own session, own log file
 
 Forking after the import of torch is safe here because nothing has started a thread: torch starts its own at the first
-work, which only children do. That is checked before every fork. Linux and macOS alike; macOS's Objective-C libraries
-are not used by the children's CPU work.
+work, which only children do. That is checked before every fork, where the system lists threads (Linux); elsewhere it
+was not tried.
 """
 
 from __future__ import annotations
