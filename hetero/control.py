@@ -182,14 +182,13 @@ class CoordinatorControl:
     def begin_step(self, step: int) -> None:
         """The coordinator starts to compute a step."""
         self._expect(Phase.RUN)
-        self.step = step
+        self.step, self._ready, self._norms = step, {}, {}  # until here a READY that comes twice is known as such
 
     def apply(self, clip_factor: float, *, save: bool = False) -> list[Action]:
         """The decision about the step that all are ready with; with `save` each then sends its state."""
         self._expect(Phase.RUN)
         assert self.step is not None
         assert len(self._ready) == len(self.peers)
-        self._ready, self._norms = {}, {}
         if save:
             self._begin_saving()
         return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor, save=save)) for s in self.peers]

@@ -260,6 +260,14 @@ def test_refusal_after_the_welcome_ends_the_session(phase: Phase) -> None:
     assert "stage 1 at a.lan:9001" in failure(control(phase).received(1, busy))
 
 
+def test_ready_that_comes_again_after_the_decision_does_not_count_for_the_next_step() -> None:
+    made = control(Phase.RUN)
+    for stage in PEERS:
+        made.received(stage, ready(1))
+    made.apply(1.0)
+    assert "READY of step 1 must come once, got step 1" in failure(made.received(1, ready(1)))
+
+
 def test_very_long_reasons_are_cut_to_what_a_frame_may_hold() -> None:
     for action in control(Phase.RUN).closed(1, "x" * 10_000):
         if isinstance(action, Send):
