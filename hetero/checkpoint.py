@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hetero.disk import Disk
 from hetero.errors import CheckpointError, ConfigError
+from hetero.failpoints import hit
 from hetero.folders import one_line
 from hetero.snapshot import MANIFEST_FILE, Part, Snapshot, manifest_of, part_files, read_snapshot
 
@@ -194,9 +195,11 @@ class CheckpointStore:
         files: dict[str, Part] = {}
         try:
             self._disk.make_dir(draft)
+            hit("checkpoint.begun")
             for name, data in part_files(snapshot.tensors):
                 self._disk.write(draft / name, data)
                 files[name] = Part.of(data)
+            hit("checkpoint.before_manifest")
             self._disk.write(draft / MANIFEST_FILE, manifest_of(snapshot, files).to_bytes())
             self._disk.sync_dir(draft)
         except BaseException:
@@ -210,7 +213,9 @@ class CheckpointStore:
         try:
             if replaced:  # a folder that holds something cannot be renamed over
                 self._disk.rename(final, old)
+            hit("checkpoint.before_rename")
             self._disk.rename(draft, final)
+            hit("checkpoint.renamed")
         except BaseException:
             if replaced and not os.path.lexists(final):
                 with suppress(OSError):  # `old` stands in for it
@@ -236,6 +241,7 @@ class CheckpointStore:
         doomed = [step for step in found if step not in kept and (step < min(kept) or step not in not_good)]
         for step in sorted(doomed):
             self._remove(self._folder / _step_name(step))
+            hit("checkpoint.pruned")
         if doomed:
             self._disk.sync_dir(self._folder)
 

@@ -164,7 +164,9 @@ class CoordinatorControl:
         """A worker's control connection ended; `lost` where nobody broke a rule."""
         if self.phase is Phase.OVER:
             return []
-        if lost and self.phase is Phase.JOIN and stage not in self._welcomes:
+        if lost and self.phase is Phase.JOIN and len(self._welcomes) < len(self.peers):
+            self._welcomes.pop(stage, None)
+            self._models.pop(stage, None)
             return [Retry(stage, reason)]  # it may be starting, or ending a session before this one
         return self._fail(self.peers[stage].error(reason, self.step, lost=lost))
 
@@ -329,6 +331,9 @@ def judge_hello(current: Membership | None, hello: Hello, *, link_taken: bool) -
             "hardware.workers must list each worker once"
         )
         return Reject(reason=reason, permanent=True)
+    if hello.run_id == current.run_id and hello.epoch == current.epoch:
+        # The coordinator has lost the connection of before, and this worker has not noticed yet.
+        return Reject(reason=f"this worker's session of epoch {hello.epoch} is about to end", permanent=False)
     if hello.run_id == current.run_id:
         return Reject(reason=f"epoch {hello.epoch} is over, this is epoch {current.epoch}", permanent=True)
     return Reject(reason=f"busy with another run ({current.run_id})", permanent=False)

@@ -17,7 +17,7 @@ import torch
 from hetero import registry
 from hetero.awake import kept_awake
 from hetero.checkpoint import CheckpointStore
-from hetero.errors import ConfigError
+from hetero.errors import CheckpointError, ConfigError
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.prepare import Prepared, check_quickly, prepare, total_steps
@@ -74,7 +74,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         settings = settings_of(spec, prepared.data_set.digest(), resolved.config.data.shuffle)
         start = _starting_point(resolved, source, settings, spec, prepared)
         store = _store(resolved, run_dir, source)
-        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, settings, versions()))
+        said = about_of(spec, run_id, settings, versions()) | {"run_dir": str(run_dir.absolute())}
+        saver = Saver(store, resolved.config.checkpoint, said)
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with _logging_to(loggers, about, start.records):
@@ -111,7 +112,11 @@ def _starting_point(
     assert wanted.resume is not None
     snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
     check_settings(snapshot, source, settings, spec)
-    records = records_before(source, snapshot.step)
+    try:
+        CheckpointStore(source, keep_last=wanted.keep_last).clean()
+    except CheckpointError as exc:  # it is only read from here on, so it may be another's, or on a read-only disk
+        log.warning("%s", exc)
+    records = records_before(source, snapshot)
     log.info("going on after step %d of %s", snapshot.step, source.parent)
     return StartingPoint(snapshot.step, snapshot.tensors, records, source)
 

@@ -161,9 +161,23 @@ def about_of(spec: RunSpec, run_id: str, settings: dict[str, Any], versions: Map
     }
 
 
-def records_before(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The records of the steps up to `step` in the run that a folder of checkpoints belongs to."""
-    file = folder.parent / METRICS
+def records_before(folder: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The records of the steps up to a checkpoint, from the run that wrote it: beside its folder, or elsewhere.
+
+    Args:
+        folder: of the checkpoints; with `checkpoint.dir` not in the run's folder.
+        snapshot: says which folder was the run's.
+    """
+    run_dirs = dict.fromkeys((folder.parent, Path(str(snapshot.about.get("run_dir", folder.parent)))))
+    found = [_records_of(run_dir / METRICS, snapshot.step) for run_dir in run_dirs]
+    records = max(found, key=len)
+    if len(records) < snapshot.step:
+        level = logging.WARNING if records else logging.INFO  # there may have been no logger
+        log.log(level, "%s of the steps before is not whole in %s", METRICS, " or ".join(map(str, run_dirs)))
+    return records
+
+
+def _records_of(file: Path, step: int) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     found = []

@@ -40,11 +40,16 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._failures = 0
+        self._is_due = False  # one is wanted and has not begun, as long as the one before is on its way
         self._last_at = time.monotonic()
         self.last_saved: int | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is wanted after this step, and the one before is written.
+    def due(self, step: int, *, busy: bool = False) -> bool:
+        """Whether a checkpoint is to be begun after this step; one that comes due during another follows at once.
+
+        Args:
+            step: that ends.
+            busy: state of the one before is still on its way here.
 
         Raises:
             CheckpointError: three in a row could not be written.
@@ -53,11 +58,11 @@ class Saver:
             return False
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(f"{MAX_FAILURES} checkpoints in a row could not be written, see the warnings above")
-        if self._writing is not None and not self._writing.done():
-            return False
         every_steps, every_minutes = self._spec.every_steps, self._spec.every_minutes
         by_steps = every_steps is not None and step % every_steps == 0
-        return by_steps or (every_minutes is not None and time.monotonic() - self._last_at >= 60 * every_minutes)
+        by_time = every_minutes is not None and time.monotonic() - self._last_at >= 60 * every_minutes
+        self._is_due = self._is_due or by_steps or by_time
+        return self._is_due and not busy and (self._writing is None or self._writing.done())
 
     def begin(self, step: int, shapes: Mapping[int, Mapping[str, Sequence[int]]]) -> Gathering:
         """Where the state of a step is to come; it is written when all of it is there.
@@ -66,7 +71,7 @@ class Saver:
             step: that is finished.
             shapes: stage -> global key -> shape.
         """
-        self._last_at = time.monotonic()
+        self._last_at, self._is_due = time.monotonic(), False
         return Gathering(step, shapes, self._all_here)
 
     def _all_here(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -83,6 +88,7 @@ class Saver:
 
     def settle(self) -> None:
         """Waits until what is complete is written; state that has not come in whole is given up."""
+        self._is_due = False
         if self._writing is not None:
             self._writing.result()
 

@@ -142,7 +142,9 @@ class CoordinatorSession:
     def sync(self, step: int, tensors: dict[int, dict[str, torch.Tensor]] | None = None) -> None:
         """Tells every worker to build its stage, link up, and continue after `step`, with these tensors by stage."""
         tensors = tensors or {}
-        self._perform(self._control.sync(step, {stage: len(t) for stage, t in tensors.items()}))
+        with self._lock:
+            self._raise_failure()
+            self._perform(self._control.sync(step, {stage: len(t) for stage, t in tensors.items()}))
         for stage, own in tensors.items():
             link = self._workers[stage].link
             assert link is not None
@@ -184,6 +186,7 @@ class CoordinatorSession:
         """The coordinator starts to compute a step."""
         if self._workers:
             with self._lock:
+                self._raise_failure()
                 self._control.begin_step(step)
 
     def wait_ready(self) -> StepReady | None:
@@ -196,6 +199,7 @@ class CoordinatorSession:
         """Sends the one decision about the step; with `save` every worker's state then comes in there."""
         if self._workers:
             with self._lock:
+                self._raise_failure()
                 self._gathering = save or self._gathering
                 self._perform(self._control.apply(clip_factor, save=save is not None))
 
@@ -203,6 +207,7 @@ class CoordinatorSession:
         """Lets every worker send its state as it is now; no step follows in this session."""
         if self._workers:
             with self._lock:
+                self._raise_failure()
                 self._gathering = into
                 self._perform(self._control.gather(into.step))
 
@@ -210,6 +215,11 @@ class CoordinatorSession:
         """Whether state of workers is still on its way."""
         with self._lock:
             return self._control.is_saving()
+
+    def _raise_failure(self) -> None:
+        """A session that has failed since compute looked last takes no more decisions."""
+        if (failure := self.inbox.failure()) is not None:
+            raise failure
 
     def peer(self, stage: int) -> Peer:
         """Where a worker is."""

@@ -195,6 +195,16 @@ def test_busy_worker_is_tried_again_and_may_then_join() -> None:
     assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == [Notify(joined)]
 
 
+def test_worker_that_is_lost_while_others_are_waited_for_is_tried_again() -> None:
+    made = control(Phase.JOIN)
+    made.received(2, frame(FrameType.WELCOME, WELCOME))
+    assert made.closed(2, "connection lost", lost=True) == [Retry(2, "connection lost")]
+    assert made.received(1, frame(FrameType.WELCOME, WELCOME)) == []
+    (notified,) = made.received(2, frame(FrameType.WELCOME, WELCOME))
+    assert isinstance(notified, Notify) and isinstance(notified.event, Joined)
+    assert "stage 1 at a.lan:9001" in failure(made.closed(1, "connection lost", lost=True))
+
+
 def test_permanent_refusal_ends_the_session() -> None:
     reject = frame(FrameType.REJECT, Reject("another protocol", permanent=True))
     assert failure(control(Phase.JOIN).received(1, reject)) == "stage 1 at a.lan:9001: refused: another protocol"
@@ -350,9 +360,13 @@ def test_busy_worker_refuses_another_run_for_now() -> None:
 
 def test_same_run_at_a_higher_epoch_replaces_the_session_and_at_a_lower_one_does_not() -> None:
     assert judge_hello(IN_RUN, hello(epoch=2), link_taken=True) is None
-    for epoch in (0, 1):
-        refusal = judge_hello(IN_RUN, hello(epoch=epoch), link_taken=False)
-        assert refusal is not None and refusal.permanent and "epoch 1" in refusal.reason
+    refusal = judge_hello(IN_RUN, hello(epoch=0), link_taken=False)
+    assert refusal is not None and refusal.permanent and "this is epoch 1" in refusal.reason
+
+
+def test_worker_that_has_not_noticed_the_loss_of_its_control_is_tried_again() -> None:
+    refusal = judge_hello(IN_RUN, hello(epoch=1), link_taken=False)
+    assert refusal is not None and not refusal.permanent and "about to end" in refusal.reason
 
 
 def test_control_of_stage_0_is_refused_since_that_is_the_coordinator() -> None:
