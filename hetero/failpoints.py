@@ -1,4 +1,4 @@
-"""Named places where a test kills the process, to see that nothing is lost; without the variable they do nothing."""
+"""Named places where a test signals the process, to see that nothing is lost; without the variable they do nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 from collections import Counter
 
-VARIABLE = "HETERO_FAILPOINT"  # name@occurrence
+VARIABLE = "HETERO_FAILPOINT"  # name@occurrence or name@occurrence@SIGINT; SIGKILL where no signal is named
 
 NAMES = (
     "coordinator.joined",
@@ -39,14 +39,14 @@ NAMES = (
     "worker.state_queued",
 )
 
-_wanted, _, _occurrence = os.environ.get(VARIABLE, "").partition("@")
+_wanted, _occurrence, _signal, *_ = *os.environ.get(VARIABLE, "").split("@"), "", ""
 _hits: Counter[str] = Counter()
 
 
 def hit(name: str) -> None:
-    """The process has come to a place; it dies here (SIGKILL) where the variable says so."""
+    """The process has come to a place; it gets the signal here, where the variable says so."""
     if name != _wanted:
         return
     _hits[name] += 1
     if _hits[name] == int(_occurrence or 1):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[_signal or "SIGKILL"])

@@ -33,3 +33,10 @@ class Recovery:
         self._fruitless = 0 if step > self._furthest else self._fruitless + 1
         self._furthest = max(self._furthest, step)
         return self._fruitless < MAX_FRUITLESS
+
+    def last_words(self, error: PeerError) -> PeerError:
+        """The error that ends the run, with what is known of the sessions before."""
+        if self._fruitless < MAX_FRUITLESS:
+            return error
+        reason = f"{error.reason}; {MAX_FRUITLESS} sessions in a row ended before a new step was finished"
+        return PeerError(reason, stage=error.stage, host=error.host, port=error.port, step=error.step, lost=error.lost)

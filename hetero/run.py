@@ -122,7 +122,7 @@ class Run:
                         raise
                     self._leave_out(exc)
                 elif not recovery.goes_on(exc, self._last_step()):
-                    raise
+                    raise recovery.last_words(exc) from exc
                 reached = self._last_step()
                 step, state = self._go_back()
                 log.warning(

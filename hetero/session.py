@@ -110,9 +110,10 @@ class CoordinatorSession:
         if not self._workers:
             return
         limit_s = self._transport.connect_timeout_s if within_s is None else within_s
+        key = "transport.connect_timeout_s" if within_s is None else "recovery.wait_s"
         give_up_at = time.monotonic() + limit_s
         for stage in self._workers:
-            self._dial(stage, give_up_at)
+            self._dial(stage, give_up_at, key)
         while True:
             left = give_up_at - time.monotonic()
             try:
@@ -120,9 +121,7 @@ class CoordinatorSession:
             except TimeoutError:
                 missing = [w.peer for w in self._workers.values() if not w.seen]
                 raise missing[0].error(
-                    f"gave no answer within {limit_s:g} s "
-                    f"({'transport.connect_timeout_s' if within_s is None else 'recovery.wait_s'}); "
-                    "is it a hetero worker?",
+                    f"gave no answer within {limit_s:g} s ({key}); is it a hetero worker?",
                     lost=True,
                 ) from None
             if isinstance(event, Joined):
@@ -131,7 +130,7 @@ class CoordinatorSession:
             if time.monotonic() + RETRY_BUSY_S > give_up_at:
                 raise worker.peer.error(event.reason, lost=True)
             time.sleep(RETRY_BUSY_S)
-            self._dial(event.stage, give_up_at)
+            self._dial(event.stage, give_up_at, key)
         for stage, welcome in event.welcomes.items():
             theirs = read_model(event.models[stage])
             if reason := disagreement(self.spec.digest(), model or {}, welcome, theirs):
@@ -253,9 +252,15 @@ class CoordinatorSession:
 
     # --- the I/O side ------------------------------------------------------------------------------------------
 
-    def _dial(self, stage: int, give_up_at: float) -> None:
+    def _dial(self, stage: int, give_up_at: float, key: str) -> None:
         worker = self._workers[stage]
-        sock = self._transport.dial(worker.peer.host, worker.peer.port, stage=stage, give_up_at=give_up_at)
+        sock = self._transport.dial(
+            worker.peer.host,
+            worker.peer.port,
+            stage=stage,
+            give_up_at=give_up_at,
+            advice=f"is worker.py running there ({key})?",
+        )
         link = self._transport.link(
             sock,
             dialler=True,

@@ -170,7 +170,9 @@ class WorkerSession:
         except PeerError as exc:
             if exc.stage != peer.stage:
                 raise
-            raise peer.error(f"stage {stage} cannot link to it: {exc.reason}", lost=exc.lost) from exc
+            # In the first session that is no lost machine but a line that never was there; waiting does not help.
+            lost = exc.lost and self.member.epoch > 1
+            raise peer.error(f"stage {stage} cannot link to it: {exc.reason}", lost=lost) from exc
 
     def _wait_for(self, there: threading.Event, neighbour: int) -> None:
         give_up_at = time.monotonic() + self.transport.connect_timeout_s

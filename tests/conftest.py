@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from fleet import Fleet, adapter_of, fleet, fork_server
+from forkserver import ForkServer
 from processes import Worker, worker, write_jsonl
 
 from hetero.data import Example
@@ -100,6 +102,29 @@ def rows_file(rows: list[Example], tmp_path_factory: pytest.TempPathFactory) -> 
     """The rows as a file of tokenised JSON lines."""
     lines = [{"input_ids": row.input_ids, "labels": row.labels} for row in rows]
     return write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", lines)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Forks processes that have imported everything."""
+    with fork_server() as lent:
+        yield lent
+
+
+@pytest.fixture
+def ships(server: ForkServer, tmp_path: Path, tiny: Tiny, rows_file: Path) -> Iterator[Fleet]:
+    """Workers and runs of a test's own, in forked processes."""
+    with fleet(server, tmp_path, tiny("llama_tied"), rows_file) as lent:
+        yield lent
+
+
+@pytest.fixture(scope="session")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, rows_file: Path) -> bytes:
+    """The adapter of a fleet's run that nothing happens to."""
+    with fleet(server, tmp_path_factory.mktemp("undisturbed"), tiny("llama_tied"), rows_file) as lent:
+        train = lent.train("whole", [lent.worker(), lent.worker()])
+        assert train.wait() == 0, train.text
+        return adapter_of(train.outputs)
 
 
 def make_rows(lengths: tuple[int, ...], seed: int = 7) -> list[Example]:

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
+NETWORK = "HETERO_TEST_NETWORK"  # a network namespace for the child
+_CLONE_NEWNET = 0x40000000
 _PRELOADED = (
     "encodings.idna",
     "hetero.coordinate",
@@ -156,6 +158,7 @@ def _serve() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             sys.argv = [script, "--cfg", "job"]
             importlib.import_module(script).main()
+    os.environ.pop("HYDRA_FULL_ERROR", None)  # which main() has set
     gc.collect()
     gc.freeze()  # no child copies these pages for its first collection
     running: set[int] = set()
@@ -222,12 +225,24 @@ def _run(message: dict[str, Any]) -> int:
     os.dup2(log, 2)
     os.closerange(3, 256)
     os.environ.update(message["env"])
+    if space := message["env"].get(NETWORK):
+        _enter(space)
     sys.argv = [str(TESTS.parent / f"{message['script']}.py"), *message["args"]]
     from hetero import failpoints
 
     importlib.reload(failpoints)  # reads its variable again; the functions that others imported see the new values
     code: int = importlib.import_module(message["script"]).main()
     return code
+
+
+def _enter(space: str) -> None:
+    """From now on this process's network is that of a namespace."""
+    import ctypes
+
+    with open(f"/run/netns/{space}") as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {space}")
 
 
 def _die_with(parent: int) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,32 @@ class TextLogger:
     def _write(self, line: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def sleepy_stage(
+    spec: RunSpec, index: int, model_path: str | Path, device: Device, where: int, step: int, s: float, once: str = ""
+) -> Stage:
+    """A stage whose forward sleeps in one step; only where `once`, a file that is then made, is not there yet."""
+    stage = build_stage(spec, index, model_path, device)
+    forward = stage.forward
+
+    def slow_forward(at: int, micro_batch: int, *args: Any) -> torch.Tensor | None:
+        if index == where and (at == step or step == 0) and not (once and Path(once).exists()):
+            if once:
+                Path(once).touch()
+            time.sleep(s)
+        return forward(at, micro_batch, *args)
+
+    stage.forward = slow_forward  # type: ignore[method-assign]
+    return stage
+
+
+def slow_train(training: Training) -> None:
+    """The usual loop with a tenth of a second between steps."""
+    on_step = training.on_step
+
+    def pause(record: dict[str, Any]) -> None:
+        on_step(record)
+        time.sleep(0.1)
+
+    train(dataclasses.replace(training, on_step=pause))

@@ -292,7 +292,8 @@ def test_line_that_breaks_ends_the_run_at_both_ends_and_the_worker_serves_again(
     with netns.lan(tmp_path, "a", "b") as (a, b):
         pair(a, b)
         with worker(b) as running:
-            command = [*entries(b), *FOREVER, f"outputs={a.outputs}", f"transport.io_timeout_s={silence_s}"]
+            args = ["recovery=none", f"transport.io_timeout_s={silence_s}", f"outputs={a.outputs}"]
+            command = [*entries(b), *FOREVER, *args]
             with a.started(*command) as training:
                 training.wait_for(r"step 2/")
                 b.ip("link", "set", netns.CARD, "down")
@@ -311,7 +312,8 @@ def test_firewall_that_drops_in_the_middle_of_a_run_is_noticed_at_both_ends(tmp_
     with netns.lan(tmp_path, "a", "b") as (a, b):
         pair(a, b)
         with worker(b) as running:
-            command = [*entries(b), *FOREVER, f"outputs={a.outputs}", f"transport.io_timeout_s={silence_s}"]
+            args = ["recovery=none", f"transport.io_timeout_s={silence_s}", f"outputs={a.outputs}"]
+            command = [*entries(b), *FOREVER, *args]
             with a.started(*command) as training:
                 training.wait_for(r"step 2/")
                 b.drop(f"ip saddr {a.host}")

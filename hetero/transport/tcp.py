@@ -20,6 +20,7 @@ from hetero.wire.tensors import BufferPool
 
 ADVICE = "is worker.py running there (transport.connect_timeout_s)?"
 _RETRY_S = 0.2
+_ATTEMPT_S = 5.0  # the kernel asks again after 1, 2, 4, .. 64 s: too seldom for a line that comes back
 
 
 class TcpTransport:
@@ -83,7 +84,8 @@ class TcpTransport:
         deadline = began + self.connect_timeout_s if give_up_at is None else give_up_at
         while True:
             try:
-                sock = socket.create_connection((bare_host(host), port), timeout=max(0.05, deadline - time.monotonic()))
+                left = max(0.05, deadline - time.monotonic())
+                sock = socket.create_connection((bare_host(host), port), timeout=min(_ATTEMPT_S, left))
                 break
             except (socket.gaierror, UnicodeError) as exc:
                 raise PeerError(f"the name {host!r} cannot be resolved", stage=stage, host=host, port=port) from exc

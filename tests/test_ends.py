@@ -1,0 +1,229 @@
+"""SIGINT and SIGTERM, at every moment of a run and on each of its processes: it ends soon, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fleet import (
+    EVERY,
+    STEPS,
+    Fleet,
+    Process,
+    adapter_of,
+    assert_no_leftovers,
+    checkpoints_of,
+)
+from processes import START_S, metrics, refuses_connections, started
+
+END_S = 10.0  # what the README promises
+SECOND_S = 2.0
+CODES = {"SIGINT": 130, "SIGTERM": 143}
+SLEEPY = "stage._target_=own_parts.sleepy_stage"
+
+# Phase -> the place where a coordinator, or the worker of the last stage, gets the signal (hetero/failpoints.py).
+COORDINATOR = {
+    "loading": "coordinator.joined@1",
+    "joined": "coordinator.synced@1",
+    "forward": "coordinator.step_begun@5",
+    "after-backward": "coordinator.all_ready@5",
+    "optimizer-step": "coordinator.decided@5",
+    "stepped": "coordinator.applied@5",
+    "checkpoint-begun": "coordinator.state_taken@2",
+    "checkpoint-written": "checkpoint.before_manifest@1",
+    "checkpoint-renamed": "checkpoint.before_rename@2",
+    "between-steps": "coordinator.step_logged@5",
+    "last-step": f"coordinator.step_logged@{STEPS}",
+    "adapter": "coordinator.adapter_written@1",
+}
+WORKER = {
+    "welcomed": "worker.welcomed@1",
+    "loading": "worker.built@1",
+    "restored": "worker.restored@1",
+    "joined": "worker.synced@1",
+    "step-begun": "worker.step_begun@5",
+    "forward": "worker.forward_done@9",
+    "backward": "worker.backward_done@9",
+    "after-backward": "worker.ready_sent@5",
+    "optimizer-step": "worker.decision_here@5",
+    "between-steps": "worker.applied@5",
+    "checkpoint": "worker.state_queued@1",
+    "last-step": f"worker.applied@{STEPS}",
+}
+UNSAID = {("coordinator", "loading"), ("coordinator", "joined"), ("coordinator", "adapter"), ("worker", "welcomed")}
+QUICK = {
+    ("coordinator", "loading", "SIGTERM"),
+    ("coordinator", "forward", "SIGINT"),
+    ("coordinator", "optimizer-step", "SIGTERM"),
+    ("coordinator", "checkpoint-renamed", "SIGINT"),
+    ("coordinator", "last-step", "SIGTERM"),
+    ("worker", "loading", "SIGINT"),
+    ("worker", "forward", "SIGTERM"),
+    ("worker", "backward", "SIGINT"),
+    ("worker", "checkpoint", "SIGTERM"),
+}
+CASES = [
+    pytest.param(role, phase, number, marks=() if (role, phase, number) in QUICK else pytest.mark.by_hand)
+    for role, phases in (("coordinator", COORDINATOR), ("worker", WORKER))
+    for phase in phases
+    for number in CODES
+]
+
+
+@pytest.mark.parametrize(("role", "phase", "number"), CASES)
+def test_signal_in_any_phase_ends_the_run_with_a_checkpoint(
+    ships: Fleet, undisturbed: bytes, role: str, phase: str, number: str
+) -> None:
+    """G21: whichever process gets it; the run that goes on afterwards gives what the undisturbed one gives."""
+    at = f"{(COORDINATOR if role == 'coordinator' else WORKER)[phase]}@{number}"
+    first = ships.worker()
+    last = ships.worker(at if role == "worker" else "")
+    train = ships.train("out", [first, last], failpoint=at if role == "coordinator" else "")
+    victim = train if role == "coordinator" else last
+    if (role, phase) in UNSAID:
+        code = train.wait()
+    else:
+        victim.wait_for(number)
+        began = time.monotonic()
+        code = train.wait(END_S)
+        assert time.monotonic() - began < END_S
+    assert_ended_well(train, role, phase, number, code)
+    if role == "worker":
+        assert last.wait(END_S) == 0 and refuses_connections(last.host, last.port)
+        last = ships.worker(port=last.port)
+    for worker in (first, last):
+        worker.assert_idle()
+    out = ships.folder / "out"
+    assert_no_leftovers(out)
+    finished = checkpoints_of(out)
+    if finished and finished[-1] == STEPS:
+        assert adapter_of(out) == undisturbed
+        return
+    again = ships.train("out" if finished else "anew", [first, last], resume=bool(finished))
+    assert again.wait() == 0, again.text
+    assert adapter_of(again.outputs, resumed=bool(finished)) == undisturbed
+    assert_no_leftovers(again.outputs)
+
+
+def assert_ended_well(train: Process, role: str, phase: str, number: str, code: int) -> None:
+    """Exit 0 with a checkpoint of the last finished step, or as a signal ends a program before there was a step."""
+    if role == "coordinator" and phase in ("loading", "joined"):
+        assert code == CODES[number], train.text
+        return
+    assert code == 0, train.text
+    logged = [line for line in train.text.splitlines() if line.startswith("step ")]
+    last = int(logged[-1].split()[1].partition("/")[0]) if logged else 0
+    assert checkpoints_of(train.outputs)[-1] == last, train.text
+    if phase in ("last-step", "adapter"):
+        assert last == STEPS
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_signal_while_a_worker_is_waited_for_ends_at_once(ships: Fleet, number: str) -> None:
+    """There is nothing to save yet."""
+    worker = ships.worker()
+    worker.child.kill()
+    train = ships.train("out", [worker])
+    train.wait_for("adapter: ")
+    train.send(signal.Signals[number])
+    assert train.wait(END_S) == CODES[number]
+    assert not checkpoints_of(train.outputs)
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_signal_without_checkpoints_ends_at_once(ships: Fleet, number: str) -> None:
+    worker = ships.worker()
+    args = ["checkpoint.every_steps=null", "checkpoint.every_minutes=null"]
+    train = ships.train("out", [worker], *args, failpoint=f"coordinator.step_logged@2@{number}")
+    assert train.wait() == CODES[number]
+    worker.assert_idle()
+    assert not (train.outputs / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_second_signal_ends_the_process_at_once(ships: Fleet, number: str) -> None:
+    """The step would go on for a minute; the checkpoint before it stays, and the workers are free again."""
+    first, last = ships.worker(), ships.worker()
+    sleep = [SLEEPY, "+stage.where=0", "+stage.step=5", "+stage.s=60"]
+    train = ships.train("out", [first, last], *sleep)
+    train.wait_for(r"step 4/")
+    train.send(signal.Signals[number])
+    train.wait_for("again: at once")
+    train.send(signal.Signals[number])
+    began = time.monotonic()
+    assert train.wait(SECOND_S) == CODES[number]
+    assert time.monotonic() - began < SECOND_S
+    for worker in (first, last):
+        worker.assert_idle()
+    assert checkpoints_of(train.outputs) == [EVERY]
+
+
+def test_step_that_does_not_end_is_abandoned(ships: Fleet, undisturbed: bytes) -> None:
+    """Within the time; the newest checkpoint is gone on with."""
+    first, last = ships.worker(), ships.worker()
+    once = ships.folder / "slept"
+    sleep = [SLEEPY, "+stage.where=0", "+stage.step=5", "+stage.s=60", f"+stage.once={once}"]
+    train = ships.train("out", [first, last], *sleep)
+    train.wait_for(r"step 4/")
+    train.send(signal.SIGINT)
+    began = time.monotonic()
+    assert train.wait(END_S + 5) == 130
+    assert time.monotonic() - began < END_S
+    for worker in (first, last):
+        worker.assert_idle()
+    again = ships.train("out", [first, last], resume=True)
+    assert again.wait() == 0, again.text
+    assert adapter_of(train.outputs, resumed=True) == undisturbed
+
+
+def test_idle_worker_and_one_between_runs_end_as_a_signal_ends_a_program(ships: Fleet) -> None:
+    worker = ships.worker()
+    assert ships.train("out", [worker]).wait() == 0
+    worker.assert_idle()
+    worker.send(signal.SIGTERM)
+    assert worker.wait(END_S) == 143 and refuses_connections(worker.host, worker.port)
+
+
+def test_sweep_ends_with_the_job_that_was_interrupted(ships: Fleet) -> None:
+    worker = ships.worker()
+    sweep = ["-m", "seed=1,2,3", f"hydra.sweep.dir={ships.folder / 'sweep'}"]
+    train = ships.train("out", [worker], *sweep, failpoint="coordinator.step_logged@2@SIGINT")
+    assert train.wait() in (0, 130), train.text
+    assert (ships.folder / "sweep" / "0" / "checkpoints").is_dir()
+    assert not list((ships.folder / "sweep").glob("[12]/metrics.jsonl"))
+    worker.assert_idle()
+
+
+@pytest.mark.parametrize("place", ["checkpoint.renamed@3", "coordinator.adapter_written@1"])
+def test_worker_that_dies_after_the_last_checkpoint_is_no_failure(ships: Fleet, undisturbed: bytes, place: str) -> None:
+    """G24: the coordinator stands still at that place while the worker dies."""
+    first, last = ships.worker(), ships.worker()
+    train = ships.train("out", [first, last], failpoint=f"{place}@SIGSTOP")
+    train.wait_stopped()
+    first.child.kill()
+    train.send(signal.SIGCONT)
+    began = time.monotonic()
+    assert train.wait() == 0, train.text
+    assert time.monotonic() - began < 5
+    assert adapter_of(train.outputs) == undisturbed
+    last.assert_idle()
+
+
+@pytest.mark.by_hand
+@pytest.mark.parametrize("number", CODES)
+def test_signal_to_a_launched_worker_asks_the_coordinator(ships: Fleet, tmp_path: Path, number: str) -> None:
+    """The run ends with a checkpoint of the last finished step, and no process is left."""
+    args = [*ships.settings(), "loop.steps=100000", "loop._target_=own_parts.slow_train"]
+    args += ["allow_targets=[own_parts.slow_train]", f"outputs={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]
+    with started("train", *args, env={"PYTHONPATH": str(Path(__file__).parent)}) as train:
+        train.wait_for(r"step 3/")
+        (worker,) = [p for p in train.relatives() if p.pid != train.process.pid]
+        worker.send_signal(signal.Signals[number])
+        outcome = train.wait(END_S + START_S)
+        assert outcome.code == 0, outcome.text
+        train.assert_gone()
+    assert checkpoints_of(tmp_path)[-1] == metrics(tmp_path / "run")[-1]["step"]
+    assert_no_leftovers(tmp_path)
+    assert f"{number}: asking the coordinator" in (tmp_path / "run" / "worker-1.log").read_text(encoding="utf-8")
