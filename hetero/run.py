@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -117,6 +117,9 @@ class Run:
                 self._session(epoch, step, state, recovery)
                 return
             except PeerError as exc:
+                if self.stop.reason is not None:  # whoever wants the end does not want to wait for a lost machine
+                    log.warning("%s; the run was about to end, so nobody is waited for", exc)
+                    self._end_as_usual()
                 if not self._joined:
                     if epoch == 1:  # a machine that was never there: nothing is lost yet
                         raise
@@ -228,7 +231,7 @@ class Run:
         hit("coordinator.adapter_written")
         if last < spec.total_steps:
             self.result.stopped = self.stop.reason or "the loop ended"
-            if self.saver.last_saved != last:
+            if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
 
     def _ask_stop(self, signal_name: str) -> bool:
@@ -239,7 +242,7 @@ class Run:
         self.stop.ask(signal_name)
         return True
 
-    def _end_as_usual(self) -> None:
+    def _end_as_usual(self) -> NoReturn:
         """The run was to stop and could not be saved, so it ends as a signal ends a program."""
         raise Terminated if str(self.stop.reason).startswith("SIGTERM") else KeyboardInterrupt
 
