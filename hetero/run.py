@@ -58,7 +58,7 @@ class RunResult:
         records: one for each step, as in metrics.jsonl.
         adapter_dir: the adapter of the whole model.
         stages: device and dtype of each stage.
-        stopped: why it ended before its last step; None where it did not.
+        stopped: who asked for its end before its last step; None where nobody did.
     """
 
     spec: RunSpec
@@ -230,7 +230,7 @@ class Run:
         save_adapter(self.result.adapter_dir, self.prepared.adapter, adapter)
         hit("coordinator.adapter_written")
         if last < spec.total_steps:
-            self.result.stopped = self.stop.reason or "the loop ended"
+            self.result.stopped = self.stop.reason
             if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
 
