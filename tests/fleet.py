@@ -132,6 +132,7 @@ class Fleet:
     def _start(self, script: str, args: Sequence[str], failpoint: str, outputs: Path) -> Process:
         log = self.folder / f"{len(self._started):03d}-{script}.log"
         allow = "allow_targets=[own_parts.sleepy_stage,own_parts.slow_train]"
+        args = sorted(args, key=lambda arg: not arg.startswith("-"))  # options stand before overrides
         child = self.server.start(script, *args, allow, log=log, env={VARIABLE: failpoint, NETWORK: self.network})
         self._started.append(Process(child, outputs))
         return self._started[-1]
