@@ -201,6 +201,21 @@ def test_sweep_ends_with_the_job_that_was_interrupted(ships: Fleet) -> None:
     worker.assert_idle()
 
 
+@pytest.mark.parametrize("number", CODES)
+def test_run_that_is_to_end_does_not_wait_for_a_worker_that_dies_meanwhile(ships: Fleet, number: str) -> None:
+    """The step cannot be finished; the checkpoint before stays."""
+    first, last = ships.worker(), ships.worker("worker.backward_done@9@SIGSTOP")
+    train = ships.train("out", [first, last], failpoint=f"coordinator.step_begun@5@{number}")
+    last.wait_stopped()
+    train.wait_for("again: at once")
+    wait_until(lambda: checkpoints_of(train.outputs) == [EVERY], START_S)
+    last.child.kill()
+    assert train.wait(END_S) == CODES[number], train.text
+    assert "the run was to end, so nobody is waited for" in train.text
+    assert_no_leftovers(train.outputs)
+    first.assert_idle()
+
+
 @pytest.mark.parametrize("place", ["checkpoint.renamed@3", "coordinator.adapter_written@1"])
 def test_worker_that_dies_after_the_last_checkpoint_is_no_failure(ships: Fleet, undisturbed: bytes, place: str) -> None:
     """G24: the coordinator stands still at that place while the worker dies."""
