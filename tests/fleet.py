@@ -156,7 +156,7 @@ def adapter_of(outputs: Path, resumed: bool = False) -> bytes:
 
 def checkpoints_of(outputs: Path) -> list[int]:
     """The steps whose checkpoints a first run committed."""
-    return sorted(int(p.parent.name[5:]) for p in (outputs / "run" / "checkpoints").glob("step-*/manifest.json"))
+    return sorted(int(p.parent.name[5:]) for p in (outputs / "run" / "checkpoints").glob("step-????????/manifest.json"))
 
 
 def assert_no_leftovers(outputs: Path) -> None:
