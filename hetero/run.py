@@ -117,8 +117,8 @@ class Run:
                 self._session(epoch, step, state, recovery)
                 return
             except PeerError as exc:
-                if self.stop.reason is not None:  # whoever wants the end does not want to wait for a lost machine
-                    log.warning("%s; the run was about to end, so nobody is waited for", exc)
+                if self.stop.reason is not None:
+                    log.warning("%s; the run was to end, so nobody is waited for", exc)
                     self._end_as_usual()
                 if not self._joined:
                     if epoch == 1:  # a machine that was never there: nothing is lost yet

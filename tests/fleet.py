@@ -132,6 +132,7 @@ class Fleet:
     def _start(self, script: str, args: Sequence[str], failpoint: str, outputs: Path) -> Process:
         log = self.folder / f"{len(self._started):03d}-{script}.log"
         allow = "allow_targets=[own_parts.sleepy_stage,own_parts.slow_train]"
+        args = sorted(args, key=lambda arg: not arg.startswith("-"))  # options stand before overrides
         child = self.server.start(script, *args, allow, log=log, env={VARIABLE: failpoint, NETWORK: self.network})
         self._started.append(Process(child, outputs))
         return self._started[-1]
@@ -155,7 +156,7 @@ def adapter_of(outputs: Path, resumed: bool = False) -> bytes:
 
 def checkpoints_of(outputs: Path) -> list[int]:
     """The steps whose checkpoints a first run committed."""
-    return sorted(int(p.parent.name[5:]) for p in (outputs / "run" / "checkpoints").glob("step-*/manifest.json"))
+    return sorted(int(p.parent.name[5:]) for p in (outputs / "run" / "checkpoints").glob("step-????????/manifest.json"))
 
 
 def assert_no_leftovers(outputs: Path) -> None:

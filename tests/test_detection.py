@@ -68,7 +68,7 @@ def test_frozen_coordinator_is_noticed_and_refused_when_it_wakes(ships: Fleet, u
         worker.assert_idle()
     train.send(signal.SIGCONT)
     assert train.wait() == 0, train.text
-    assert "everyone goes back from step 4 to step 3" in train.text
+    assert re.search(r"everyone goes back from step [45] to step 3", train.text)  # it may finish its step alone
     assert adapter_of(train.outputs) == undisturbed
 
 

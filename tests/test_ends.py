@@ -16,6 +16,7 @@ from fleet import (
     assert_no_leftovers,
     checkpoints_of,
 )
+from peers import wait_until
 from processes import START_S, metrics, refuses_connections, started
 
 END_S = 10.0  # what the README promises
@@ -142,13 +143,20 @@ def test_signal_without_checkpoints_ends_at_once(ships: Fleet, number: str) -> N
     assert not (train.outputs / "run" / "checkpoints").exists()
 
 
+def asleep(ships: Fleet, *workers: Process) -> Process:
+    """A run with a checkpoint, whose coordinator's forward of step 5 takes a minute and has begun."""
+    once = ships.folder / "slept"
+    sleep = [SLEEPY, "+stage.where=0", "+stage.step=5", "+stage.s=60", f"+stage.once={once}"]
+    train = ships.train("out", workers, *sleep)
+    wait_until(lambda: once.exists() and checkpoints_of(train.outputs) == [EVERY], START_S)
+    return train
+
+
 @pytest.mark.parametrize("number", CODES)
 def test_second_signal_ends_the_process_at_once(ships: Fleet, number: str) -> None:
     """The step would go on for a minute; the checkpoint before it stays, and the workers are free again."""
     first, last = ships.worker(), ships.worker()
-    sleep = [SLEEPY, "+stage.where=0", "+stage.step=5", "+stage.s=60"]
-    train = ships.train("out", [first, last], *sleep)
-    train.wait_for(r"step 4/")
+    train = asleep(ships, first, last)
     train.send(signal.Signals[number])
     train.wait_for("again: at once")
     train.send(signal.Signals[number])
@@ -163,10 +171,7 @@ def test_second_signal_ends_the_process_at_once(ships: Fleet, number: str) -> No
 def test_step_that_does_not_end_is_abandoned(ships: Fleet, undisturbed: bytes) -> None:
     """Within the time; the newest checkpoint is gone on with."""
     first, last = ships.worker(), ships.worker()
-    once = ships.folder / "slept"
-    sleep = [SLEEPY, "+stage.where=0", "+stage.step=5", "+stage.s=60", f"+stage.once={once}"]
-    train = ships.train("out", [first, last], *sleep)
-    train.wait_for(r"step 4/")
+    train = asleep(ships, first, last)
     train.send(signal.SIGINT)
     began = time.monotonic()
     assert train.wait(END_S + 5) == 130
@@ -190,10 +195,25 @@ def test_sweep_ends_with_the_job_that_was_interrupted(ships: Fleet) -> None:
     worker = ships.worker()
     sweep = ["-m", "seed=1,2,3", f"hydra.sweep.dir={ships.folder / 'sweep'}"]
     train = ships.train("out", [worker], *sweep, failpoint="coordinator.step_logged@2@SIGINT")
-    assert train.wait() in (0, 130), train.text
+    assert train.wait() == 130, train.text
     assert (ships.folder / "sweep" / "0" / "checkpoints").is_dir()
     assert not list((ships.folder / "sweep").glob("[12]/metrics.jsonl"))
     worker.assert_idle()
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_run_that_is_to_end_does_not_wait_for_a_worker_that_dies_meanwhile(ships: Fleet, number: str) -> None:
+    """The step cannot be finished; the checkpoint before stays."""
+    first, last = ships.worker(), ships.worker("worker.backward_done@9@SIGSTOP")
+    train = ships.train("out", [first, last], failpoint=f"coordinator.step_begun@5@{number}")
+    last.wait_stopped()
+    train.wait_for("again: at once")
+    wait_until(lambda: checkpoints_of(train.outputs) == [EVERY], START_S)
+    last.child.kill()
+    assert train.wait(END_S) == CODES[number], train.text
+    assert "the run was to end, so nobody is waited for" in train.text
+    assert_no_leftovers(train.outputs)
+    first.assert_idle()
 
 
 @pytest.mark.parametrize("place", ["checkpoint.renamed@3", "coordinator.adapter_written@1"])

@@ -95,7 +95,7 @@ def test_line_that_breaks_is_noticed_at_both_ends_and_gone_on_with_when_it_is_ba
     with cutting(b):  # type: ignore[attr-defined]
         first.send(signal.SIGCONT)
         began = time.monotonic()
-        train.wait_for("everyone goes back from step 4 to step 3", noticed_s + BUSY_S)
+        train.wait_for(r"everyone goes back from step \d to step 3", noticed_s + BUSY_S)
         last.wait_for(r"run \w+(:| ended:) .*stage [01] ", noticed_s + BUSY_S)
         first.wait_for(r"run \w+(:| ended:) .*stage [02] ", noticed_s + BUSY_S)
         assert time.monotonic() - began < noticed_s + BUSY_S
