@@ -308,17 +308,21 @@ def test_worker_may_ask_for_the_end_at_any_time(phase: Phase) -> None:
     assert made.phase is phase
 
 
-def test_worker_that_is_lost_before_it_answered_is_tried_again() -> None:
+def test_worker_that_is_lost_before_all_have_answered_is_tried_again() -> None:
     made = control(Phase.JOIN)
-    assert made.closed(1, "closed the connection", lost=True) == [Retry(1, "closed the connection")]
-    made.received(1, frame(FrameType.WELCOME, WELCOME))
+    for _ in range(2):  # before its answer, and after it while the others are waited for
+        assert made.closed(1, "closed the connection", lost=True) == [Retry(1, "closed the connection")]
+        made.received(1, frame(FrameType.WELCOME, WELCOME))
+    for stage in sorted(PEERS.keys() - {1}):
+        made.received(stage, frame(FrameType.WELCOME, WELCOME))
     assert "closed the connection" in failure(made.closed(1, "closed the connection", lost=True))
 
 
 def test_lost_worker_ends_this_session_only_where_the_run_recovers() -> None:
     for recovers, lost in itertools.product([False, True], repeat=2):
         made = CoordinatorControl(dict(PEERS), 1, recovers=recovers)
-        made.received(1, frame(FrameType.WELCOME, WELCOME))
+        for stage in PEERS:
+            made.received(stage, frame(FrameType.WELCOME, WELCOME))
         actions = made.closed(1, "closed", lost=lost)
         assert isinstance(actions[-1], Fail) and actions[-1].error.lost is lost
         told = [action.header for action in actions if isinstance(action, Send)]
