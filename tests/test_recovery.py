@@ -19,6 +19,7 @@ from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
 from hetero.secret import secret_of_this_machine
 from hetero.session import CoordinatorSession
+from hetero.spec import RunSpec
 from hetero.transport.identity import identity_of
 from hetero.work import make_transport_of
 
@@ -200,6 +201,7 @@ def test_sessions_leave_no_descriptor_and_no_thread_at_either_end(ships: Fleet) 
     worker = ships.worker()
     spec = make_spec(ships.model, [3])
     spec = replace(spec, workers=[replace(spec.workers[0], port=worker.port)])
+    spec = RunSpec.from_json(spec.to_json())  # as a worker reads it, so that the digests are equal
     identity, model = identity_of(secret_of_this_machine()[0]), fingerprint(ships.model)
     processes = psutil.Process(worker.child.pid), psutil.Process()
     before: list[tuple[int, int]] = []
