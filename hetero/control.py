@@ -10,6 +10,7 @@ A fault in any phase ends the session; the run goes on in another one, with a hi
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -119,6 +120,23 @@ class Peer:
         return PeerError(reason, stage=self.stage, host=self.host, port=self.port, step=step, lost=lost)
 
 
+def told_by(peer: Peer, fault: Fault, *, known: Mapping[int, Peer] | None = None, step: int | None = None) -> PeerError:
+    """What a peer's ERROR says: its own fault, or one of a neighbour of its.
+
+    Args:
+        peer: that sent it.
+        fault: the ERROR's header.
+        known: stage -> peer, whose addresses count more than those that `peer` sees.
+        step: that is under way, where the fault names none.
+    """
+    step = fault.step or step
+    if fault.stage is None:
+        return peer.error(fault.reason, step, lost=fault.lost)
+    if about := (known or {}).get(fault.stage):
+        return about.error(fault.reason, step, lost=fault.lost)
+    return PeerError(fault.reason, stage=fault.stage, host=fault.host, port=fault.port, step=step, lost=fault.lost)
+
+
 class Phase(enum.Enum):
     """Where the coordinator stands."""
 
@@ -226,7 +244,7 @@ class CoordinatorControl:
     def _received(self, stage: int, frame: Frame) -> list[Action]:
         header = frame.header
         if isinstance(header, Fault):
-            return self._fail(self.explain(stage, header))
+            return self._fail(told_by(self.peers[stage], header, known=self.peers, step=self.step))
         if isinstance(header, Reject):
             self._expect_remote(Phase.JOIN, frame)
             if not header.permanent:
@@ -270,15 +288,6 @@ class CoordinatorControl:
         if len(self._ready) < len(self.peers):
             return []
         return [Notify(StepReady(header.step, dict(self._ready), dict(self._norms)))]
-
-    def explain(self, stage: int, fault: Fault) -> PeerError:
-        """What a peer's ERROR says: its own fault, or one of a neighbour of its."""
-        step = fault.step or self.step
-        if fault.stage is None:
-            return self.peers[stage].error(fault.reason, step, lost=fault.lost)
-        known = self.peers.get(fault.stage)
-        host, port = (known.host, known.port) if known else (fault.host, fault.port)
-        return PeerError(fault.reason, stage=fault.stage, host=host, port=port, step=step, lost=fault.lost)
 
     def _fail(self, error: PeerError) -> list[Action]:
         """Ends the session; the other workers are told why."""

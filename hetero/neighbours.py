@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hetero.control import Peer
+from hetero.control import Peer, told_by
 from hetero.errors import HeteroError, PeerError
 from hetero.inbox import Inbox
 from hetero.schedule import policy_for
@@ -14,7 +14,7 @@ from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import ADVICE, TcpTransport
 from hetero.wire.flow import LinkFlow
-from hetero.wire.headers import FrameType, Hello, Reason, Reject
+from hetero.wire.headers import Fault, FrameType, Hello, Reason, Reject
 
 
 def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
@@ -90,22 +90,10 @@ def open_link(
 
 def pass_on(event: Received, inbox: Inbox, peer: Peer) -> None:
     """A neighbour's frame: an ERROR is the session's failure, all else is for compute."""
-    header: Any = event.frame.header
-    if event.frame.type is not FrameType.ERROR:
-        inbox.put(event)
-    elif header.stage is None:
-        inbox.fail(peer.error(header.reason, header.step, lost=header.lost))
+    if isinstance(event.frame.header, Fault):
+        inbox.fail(told_by(peer, event.frame.header))
     else:
-        inbox.fail(
-            PeerError(
-                header.reason,
-                stage=header.stage,
-                host=header.host,
-                port=header.port,
-                step=header.step,
-                lost=header.lost,
-            )
-        )
+        inbox.put(event)
 
 
 def named(error: HeteroError, peer: Peer) -> PeerError:
