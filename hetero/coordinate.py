@@ -93,6 +93,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 prepared=prepared,
                 spec=spec,
                 run_id=run_id,
+                model=model,
                 start=start,
                 saver=saver,
                 loggers=loggers,

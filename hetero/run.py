@@ -25,7 +25,6 @@ from hetero.agreement import shapes_digest
 from hetero.console import StepProgress
 from hetero.errors import PeerError, printable
 from hetero.failpoints import hit
-from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
@@ -77,6 +76,7 @@ class Run:
         prepared: data, weights and adapter.
         spec: of the run; another one after a machine has left it.
         run_id: the run's name on the wire.
+        model: fingerprint of this machine's base model.
         start: what it began with.
         saver: of checkpoints.
         loggers: get each step.
@@ -89,6 +89,7 @@ class Run:
     prepared: Prepared
     spec: RunSpec
     run_id: str
+    model: dict[str, str]
     start: StartingPoint
     saver: Saver
     loggers: list[RunLogger]
@@ -156,7 +157,7 @@ class Run:
             Watchdog(self._progress, functools.partial(_tell_stuck, session), _end_process),
         ):
             self._joined = False
-            self._join(session, None if epoch == 1 else recovery.wait_s)
+            session.join(self.model, within_s=None if epoch == 1 else recovery.wait_s)
             self._joined = True
             hit("coordinator.joined")
             member = self._assemble(session, step, state)
@@ -165,10 +166,6 @@ class Run:
                 remember(self.spec.workers)
             with signals_ask(self._ask_stop):
                 self._train(session, member, step)
-
-    def _join(self, session: CoordinatorSession, within_s: float | None) -> None:
-        path = self.prepared.model_path
-        session.join(fingerprint(path) if isinstance(path, Path) else {}, within_s=within_s)
 
     def _assemble(self, session: CoordinatorSession, step: int, state: dict[str, torch.Tensor]) -> Member:
         """Gives every stage its state, builds stage 0 while workers build theirs, and links up."""
