@@ -14,7 +14,7 @@ import torch
 from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts
-from hetero.families import Family
+from hetero.families import Family, layer_of
 from hetero.folders import one_line
 from hetero.spec import AdapterSpec
 from hetero.tensor_files import Entry, read_entries
@@ -23,7 +23,6 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # A key of PEFT's files: the module's own name, and whether the tensor is LoRA's A or B.
 _LORA = re.compile(r"\.([^.]+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
-_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Family) -> None:
@@ -46,7 +45,7 @@ def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Fa
             f"there {', '.join(sorted(there))}"
         )
     for (_, side, key), shape in found.items():
-        if (layer := _LAYER.search(key)) and int(layer[1]) >= facts.num_hidden_layers:
+        if (layer := layer_of(key)) is not None and layer >= facts.num_hidden_layers:
             raise ConfigError(
                 f"adapter.init_from must be of a model with {facts.num_hidden_layers} layers, got one with {key}"
             )

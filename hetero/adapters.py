@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,13 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of
+from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of, layer_of
 from hetero.keys import key64
 from hetero.models import PassThrough
 from hetero.spec import AdapterSpec, StageSpec
 
 log = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 T = TypeVar("T")
 
 
@@ -219,9 +217,9 @@ def part_of(whole: Mapping[str, T], stages: Sequence[StageSpec], index: int) -> 
     stage, last = stages[index], index == len(stages) - 1
     part = {}
     for key, value in whole.items():
-        layer = _LAYER.search(key)
+        layer = layer_of(key)
         if layer is not None:
-            mine = stage.start <= int(layer[1]) < stage.end
+            mine = stage.start <= layer < stage.end
         else:
             mine = index == 0 if any(f".{family.embedding}." in key for family in FAMILIES.values()) else last
         if mine:

@@ -5,12 +5,20 @@ A family is verified when the tests that run over this table pass for it; every 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hetero.errors import ConfigError
 
 _LLAMA_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LLAMA_MLP = ("gate_proj", "up_proj", "down_proj")
+_LAYER = re.compile(r"[.:](?:layers|h)\.([0-9]+)\.")
+
+
+def layer_of(key: str) -> int | None:
+    """The global layer of a tensor, by its global key or state name; None for the embedding, the head and norms."""
+    found = _LAYER.search(key)
+    return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import safetensors.torch
 import torch
 
 from hetero.errors import CheckpointError
+from hetero.families import layer_of
 from hetero.folders import one_line
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 _MAX_MANIFEST_BYTES = 64 * 1024 * 1024
-_LAYER_OF_KEY = re.compile(r"[.:](?:layers|h)\.([0-9]+)\.")
 _PART_NAME = re.compile(r"layer-[0-9]{5,}\.safetensors|other\.safetensors")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -88,8 +88,8 @@ def part_files(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, bytes
 
 def part_of(name: str) -> str:
     """The file that a tensor belongs to."""
-    layer = _LAYER_OF_KEY.search(name)
-    return f"layer-{int(layer[1]):05d}.safetensors" if layer else "other.safetensors"
+    layer = layer_of(name)
+    return "other.safetensors" if layer is None else f"layer-{layer:05d}.safetensors"
 
 
 def manifest_of(snapshot: Snapshot, files: dict[str, Part]) -> Manifest:
