@@ -10,6 +10,7 @@ import pytest
 from hetero.errors import PeerError
 from hetero.run import Run
 from hetero.spec import RecoverySpec
+from hetero.stopping import Stop
 
 
 def test_every_session_has_a_higher_epoch(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,6 +26,7 @@ def test_every_session_has_a_higher_epoch(caplog: pytest.LogCaptureFixture) -> N
         resolved=types.SimpleNamespace(config=types.SimpleNamespace(recovery=RecoverySpec(wait_s=60))),
         start=types.SimpleNamespace(step=0, state={}),
         launched=None,
+        stop=Stop(),
         _joined=True,
         _session=session,
         _last_step=lambda: len(epochs),
