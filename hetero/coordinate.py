@@ -74,7 +74,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         prepared = prepare(resolved)
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
-        settings = settings_of(spec, prepared.data_set.digest(), resolved.config.data.shuffle)
+        order = resolved.config.data
+        settings = settings_of(spec, prepared.data_set.digest(), order.shuffle, order.bucket)
         model = fingerprint(prepared.model_path) if isinstance(prepared.model_path, Path) else {}
         start = _starting_point(resolved, source, settings, model, spec, prepared)
         if store is not None:

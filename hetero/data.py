@@ -13,10 +13,16 @@ import torch
 
 from hetero.chat import Encoded, encode
 from hetero.errors import ConfigError
+from hetero.packing import pack, positions
 from hetero.rows import IGNORE, Row, Rows, read_rows
 from hetero.spec import DataSpec
 
 logger = logging.getLogger(__name__)
+
+# Steps whose rows `data.bucket` sorts together: enough for rows of one length, few enough to stay a shuffle.
+BUCKET_STEPS = 50
+# What it pads lengths to, so that allocators that keep memory by size see few sizes.
+BUCKET_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,17 @@ class Example:
         row: its id in the data set, from 0, skipped rows counted.
         input_ids: token ids, at least two.
         labels: as long as input_ids, aligned with them (the loss shifts); -100 = not trained.
+        packed: (row id, start) of each document where the row holds several; empty where it is one document.
     """
 
     row: int
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
+    packed: tuple[tuple[int, int], ...] = ()
+
+    def rows(self) -> tuple[int, ...]:
+        """The ids of the data set's rows in it."""
+        return tuple(row for row, _start in self.packed) or (self.row,)
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class DataSet:
         """SHA-256 of all rows, tokens and labels in order, in hex: two runs with the same one see the same steps."""
         found = hashlib.sha256()
         for example in self.examples:
-            found.update(repr((example.row, example.input_ids, example.labels)).encode())
+            found.update(repr((example.row, example.input_ids, example.labels, *example.packed)).encode())
         return found.hexdigest()
 
 
@@ -54,10 +66,11 @@ class MicroBatch:
     """Rows padded to the longest of them.
 
     Attributes:
-        rows: the examples' row ids, B of them.
+        rows: the data set's row ids, B of them, or more where rows are packed.
         input_ids: [B, T] int64.
-        attention_mask: [B, T] bool, False on padding; None when nothing is padded.
-        position_ids: [B, T] int64, from 0 at each row's first real token; None when nothing is padded.
+        attention_mask: [B, T] bool, False on padding; None when nothing is padded or rows are packed.
+        position_ids: [B, T] int64, from 0 at each row's first real token, where packed at each document's and at the
+            padding's; None when nothing is padded.
         labels: [B, T] int64, -100 on padding and on each row's first real token: in a left-padded row that one would be
             predicted from a position that sees only padding.
         label_tokens: number of labels that are predicted, those of labels[:, 1:] that are not -100.
@@ -122,6 +135,10 @@ def load(spec: DataSpec, tokenizer: Any | None, *, vocab_size: int, max_length: 
             "%d of %d rows of %s have no label to train (%d since data.max_length=%d cuts it off) and are left out",
             without, found.total, found.name, without_by_cut, max_length,
         )  # fmt: skip
+    if spec.packing:
+        packed = pack(examples, max_length)
+        share_of = sum(len(example.input_ids) for example in packed) / (len(packed) * max_length)
+        return DataSet(packed, f"{summary}; packed into {len(packed)} rows, {share_of:.0%} full")
     return DataSet(tuple(examples), summary)
 
 
@@ -130,7 +147,15 @@ def steps_per_epoch(num_examples: int, batch_size: int) -> int:
     return -(-num_examples // batch_size)
 
 
-def indices_of_step(num_examples: int, batch_size: int, step: int, *, seed: int, shuffle: bool) -> list[int]:
+def indices_of_step(
+    num_examples: int,
+    batch_size: int,
+    step: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    length_of: Callable[[int], int] | None = None,
+) -> list[int]:
     """Which examples a step trains on, in order.
 
     Args:
@@ -139,31 +164,75 @@ def indices_of_step(num_examples: int, batch_size: int, step: int, *, seed: int,
         step: from 1, over all epochs.
         seed: of the run; another seed is another order.
         shuffle: a new order in each epoch; else the order of the data set in every epoch.
+        length_of: tokens of an example; given, rows of like length come together (`data.bucket`): within
+            `BUCKET_STEPS` steps that would follow one another, rows are sorted by length, and the steps shuffled.
     """
     epoch, window = divmod(step - 1, steps_per_epoch(num_examples, batch_size))
     first = window * batch_size
-    if not shuffle:
-        return list(range(first, min(first + batch_size, num_examples)))
     # Hashed, since with seed + epoch the second epoch of one seed is the first of the next.
-    key = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "big") >> 1
-    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(key))
+    order = torch.randperm(num_examples, generator=_draws(seed, epoch)) if shuffle else torch.arange(num_examples)
+    if length_of is not None:
+        return _bucketed(order, batch_size, window, length_of, _draws(seed, epoch, window // BUCKET_STEPS), shuffle)
     picked: list[int] = order[first : first + batch_size].tolist()
     return picked
 
 
+def _draws(*key: int) -> torch.Generator:
+    hashed = hashlib.sha256(":".join(map(str, key)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(hashed[:8], "big") >> 1)
+
+
+def _bucketed(
+    order: torch.Tensor,
+    batch_size: int,
+    window: int,
+    length_of: Callable[[int], int],
+    draws: torch.Generator,
+    shuffle: bool,
+) -> list[int]:
+    """The rows of step `window` of an epoch; only full steps change places, so the short one stays the last."""
+    group, place = divmod(window, BUCKET_STEPS)
+    first = group * BUCKET_STEPS * batch_size
+    rows: list[int] = order[first : first + BUCKET_STEPS * batch_size].tolist()
+    rows.sort(key=length_of, reverse=True)
+    full = len(rows) // batch_size
+    if shuffle and place < full:
+        place = int(torch.randperm(full, generator=draws)[place])
+    return rows[place * batch_size : (place + 1) * batch_size]
+
+
 def micro_batches(
-    examples: Sequence[Example], microbatch_size: int, *, padding_side: Literal["right", "left"], pad_id: int
+    examples: Sequence[Example],
+    microbatch_size: int,
+    *,
+    padding_side: Literal["right", "left"],
+    pad_id: int,
+    multiple_of: int = 1,
+    max_length: int | None = None,
 ) -> list[MicroBatch]:
-    """A step's examples as micro-batches, in order; the last may be short, each is padded to its own longest row."""
+    """A step's examples as micro-batches, in order; the last may be short, each is padded to its own longest row.
+
+    Args:
+        examples: of the step.
+        microbatch_size: rows of a micro-batch.
+        padding_side: where short rows are filled up.
+        pad_id: with what.
+        multiple_of: the padded length is one, if `max_length` allows: fewer different shapes.
+        max_length: most tokens of a row.
+    """
     return [
-        _micro_batch(examples[start : start + microbatch_size], padding_side, pad_id)
+        _micro_batch(examples[start : start + microbatch_size], padding_side, pad_id, multiple_of, max_length)
         for start in range(0, len(examples), microbatch_size)
     ]
 
 
-def _micro_batch(examples: Sequence[Example], padding_side: str, pad_id: int) -> MicroBatch:
+def _micro_batch(
+    examples: Sequence[Example], padding_side: str, pad_id: int, multiple_of: int, max_length: int | None
+) -> MicroBatch:
     lengths = [len(example.input_ids) for example in examples]
-    width = max(lengths)
+    width = -(-max(lengths) // multiple_of) * multiple_of
+    if max_length is not None:
+        width = max(min(width, max_length), *lengths)
     input_ids = torch.full((len(examples), width), pad_id)  # [B, T]
     labels = torch.full_like(input_ids, IGNORE)
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
@@ -172,15 +241,24 @@ def _micro_batch(examples: Sequence[Example], padding_side: str, pad_id: int) ->
         input_ids[i, start : start + length] = torch.tensor(example.input_ids)
         labels[i, start + 1 : start + length] = torch.tensor(example.labels[1:])
         mask[i, start : start + length] = True
-    padded = min(lengths) < width
+    padded, packed = min(lengths) < width, any(example.packed for example in examples)
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0) if padded else None
+    if packed:
+        position_ids = torch.tensor([_positions(example, width, padding_side) for example in examples])  # [B, T]
     return MicroBatch(
-        rows=tuple(example.row for example in examples),
+        rows=tuple(row for example in examples for row in example.rows()),
         input_ids=input_ids,
-        attention_mask=mask if padded else None,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0) if padded else None,
+        attention_mask=mask if padded and not packed else None,
+        position_ids=position_ids,
         labels=labels,
         label_tokens=int((labels[:, 1:] != IGNORE).sum()),
     )
+
+
+def _positions(example: Example, width: int, padding_side: str) -> list[int]:
+    begin = 0 if padding_side == "right" else width - len(example.input_ids)
+    starts = [start for _row, start in example.packed]
+    return positions(starts, begin, begin + len(example.input_ids), width)
 
 
 def _is_trained(labels: Sequence[int]) -> bool:

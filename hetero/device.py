@@ -17,6 +17,8 @@ from hetero.errors import ConfigError
 # The default generator of a device belongs to the process; whoever keys it holds this lock while its draws last.
 _GENERATOR_LOCK = threading.RLock()
 
+_MPS_SLACK_BYTES = 256 << 20  # that torch's cache on MPS may hold besides twice of what is in use
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -84,6 +86,9 @@ class Device:
         if mallopt is not None:
             for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
                 mallopt(setting, 1 << 30)  # the setting stays as it is where this C library does not allow the value
+
+    def tidy(self) -> None:
+        """Between two steps: gives back memory that its allocator holds for sizes that may not come again."""
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
@@ -175,6 +180,12 @@ class MpsDevice(Device):
 
     def keep_freed_memory(self) -> None:
         """torch's allocator does so on the GPU."""
+
+    def tidy(self) -> None:
+        """Unequal rows fill torch's cache with blocks of many sizes, which memory shared with the CPU cannot afford."""
+        held, used = torch.mps.driver_allocated_memory(), torch.mps.current_allocated_memory()
+        if held > 2 * used + _MPS_SLACK_BYTES:
+            torch.mps.empty_cache()
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""

@@ -33,6 +33,7 @@ class Family:
             after the first must add nothing (learned positions).
         identity_after_first: modules that act on the embedding's sum, so that stages after the first skip them.
         linear_modules: names of the linear modules of a layer, which an adapter may target.
+        isolates_documents: whether packed documents in one row cannot see one another.
         default_targets: what `adapter.target_modules=auto` means.
     """
 
@@ -44,6 +45,7 @@ class Family:
     identity_after_first: tuple[str, ...] = ()
     linear_modules: tuple[str, ...] = _LLAMA_ATTENTION + _LLAMA_MLP
     default_targets: tuple[str, ...] = _LLAMA_ATTENTION + _LLAMA_MLP
+    isolates_documents: bool = True
 
 
 FAMILIES = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero.control import StepReady
-from hetero.data import Example, MicroBatch, indices_of_step, micro_batches
+from hetero.data import BUCKET_MULTIPLE, Example, MicroBatch, indices_of_step, micro_batches
 from hetero.errors import NumericError, PeerError
 from hetero.failpoints import hit
 from hetero.member import Member
@@ -113,12 +113,23 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
 
 def batches_of(training: Training, step: int) -> Iterator[MicroBatch]:
     """The micro-batches of a step; a pure function of seed and step."""
-    loop, data = training.spec.loop, training.data
+    spec, data, examples = training.spec, training.data, training.examples
     indices = indices_of_step(
-        len(training.examples), loop.batch_size, step, seed=training.spec.seed, shuffle=data.shuffle
+        len(examples),
+        spec.loop.batch_size,
+        step,
+        seed=spec.seed,
+        shuffle=data.shuffle,
+        length_of=(lambda index: len(examples[index].input_ids)) if data.bucket else None,
     )
-    examples = [training.examples[index] for index in indices]
-    yield from micro_batches(examples, loop.microbatch_size, padding_side=data.padding_side, pad_id=training.pad_id)
+    yield from micro_batches(
+        [examples[index] for index in indices],
+        spec.loop.microbatch_size,
+        padding_side=data.padding_side,
+        pad_id=training.pad_id,
+        multiple_of=BUCKET_MULTIPLE if data.bucket else 1,
+        max_length=spec.max_length,
+    )
 
 
 def _other_norms(session: CoordinatorSession, others: StepReady | None) -> list[float]:

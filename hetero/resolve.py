@@ -140,6 +140,11 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
             check_target_names(config.adapter.target_modules, family)
         check_layers(config.adapter.layers_to_transform, facts.num_hidden_layers)
         _check_for_training(config, facts, stages, max_length)
+        if config.data.packing and not family.isolates_documents:
+            raise ConfigError(
+                f"data.packing must be false for a {family.model_type} model, got true: its layers carry a state "
+                "from one document of a row into the next"
+            )
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
     return ResolvedRun(

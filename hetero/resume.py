@@ -43,7 +43,7 @@ class StartingPoint:
     source: Path | None = None
 
 
-def settings_of(spec: RunSpec, data_digest: str, shuffle: bool) -> dict[str, Any]:
+def settings_of(spec: RunSpec, data_digest: str, shuffle: bool, bucket: bool = False) -> dict[str, Any]:
     """What must be as it was for a run to go on as if it had never ended; any split, machine and policy will do."""
     model = msgspec.to_builtins(spec.model)
     return {
@@ -54,7 +54,7 @@ def settings_of(spec: RunSpec, data_digest: str, shuffle: bool) -> dict[str, Any
         "optimizer": {"_target_": spec.optimizer.target} | spec.optimizer.args,
         "lr_schedule": msgspec.to_builtins(spec.lr_schedule),
         "loop": {"batch_size": spec.loop.batch_size, "max_grad_norm": spec.loop.max_grad_norm},
-        "data": {"rows": data_digest, "shuffle": shuffle},
+        "data": {"rows": data_digest, "shuffle": shuffle, "bucket": bucket},
     }
 
 

@@ -64,6 +64,8 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     response_only: bool = True
     shuffle: bool = True
     padding_side: Literal["right", "left"] = "right"
+    packing: bool = False
+    bucket: bool = False
 
 
 class StageSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,7 +147,7 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     batch_size: AtLeast1 = 8
     microbatch_size: AtLeast1 = 1
     max_grad_norm: Annotated[float, Meta(ge=0)] | None = 1.0
-    recompute: Literal["none", "layer"] = "none"
+    recompute: Literal["none", "layer", "stage"] = "none"
 
 
 class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hetero import adapters, models
 from hetero.device import Device
@@ -45,7 +46,8 @@ class Stage:
         dtype: that the layers compute in; `model.dtype` would be the adapter's where all weights are 4-bit.
         device: where it runs.
         seed: of the run; dropout masks are keyed by (seed, step, micro-batch, global layer).
-        recompute: `layer`: activations inside a layer are computed again in the backward.
+        recompute: `layer`: activations inside a layer are computed again in the backward; `stage`: those of all layers,
+            from the stage's input. The last stage, whose backward follows its forward, does it by layers.
         adapter: of the whole model, for whoever saves.
     """
 
@@ -72,7 +74,8 @@ class Stage:
         self._losses: list[torch.Tensor] = []
         self._now = (0, 0)  # step and micro-batch that dropout is keyed by
         self._generator: torch.Generator | None = None
-        if recompute == "layer":
+        self._recompute_all = recompute == "stage" and not self.is_last
+        if recompute == "layer" or (recompute == "stage" and self.is_last):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._key_dropout(start, end)
 
@@ -100,7 +103,7 @@ class Stage:
             leaf = self.device.from_host(batch["hidden"], self.dtype).detach().requires_grad_()
             inputs["inputs_embeds"] = leaf
         with self._keyed(step, micro_batch):
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, H]
+            hidden = self._hidden(inputs)  # [B, T, H]
             out = self._loss(hidden, on_device["labels"], label_tokens) if self.is_last else hidden
         self._in_flight[micro_batch] = _InFlight(step, leaf, out)
         if self.is_last:
@@ -150,10 +153,21 @@ class Stage:
             parameter.grad = None
         self._losses.clear()
         self._in_flight.clear()
+        self.device.tidy()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Global key -> the trained tensor's value on the host, a copy."""
         return {key: parameter.detach().to("cpu", copy=True) for key, parameter in self.trained.items()}
+
+    def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """[B, T, H] after the stage's layers, and on the last stage after the norm."""
+        if not self._recompute_all:
+            return self._layers(**inputs)
+        # Whoever draws is seeded by hooks inside, so the generators' states need not be kept.
+        return checkpoint(self._layers, **inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+    def _layers(self, **inputs: Any) -> torch.Tensor:
+        return self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, label_tokens: int) -> torch.Tensor:
         """Sum over this micro-batch's label tokens / label tokens of the whole step; logits only where a label is."""
