@@ -21,6 +21,13 @@ class Disk:
         """Makes a folder, which must not be there and whose parent must be."""
         path.mkdir()
 
+    def make_dirs(self, path: Path) -> None:
+        """Makes a folder with all that lead to it, as far as they are not there; their names are on the disk then."""
+        missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+        for folder in reversed(missing):
+            self.make_dir(folder)
+            self.sync_dir(folder.parent)
+
     def write(self, path: Path, data: bytes | memoryview) -> None:
         """Makes a file, which must not be there, and returns when all of its bytes are on the disk."""
         try:

@@ -16,7 +16,7 @@ from resuming import COMMON, SINGLE, STOPS, Whole, assert_equal, assert_same_run
 
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import ConfigError
-from hetero.resume import find_checkpoints, read_checkpoint
+from hetero.resume_choice import Choice, find_checkpoints, read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,11 @@ def add_run(outputs: Path, name: str, *steps: int, age_s: float = 0.0) -> Path:
     return folder
 
 
+def taken(folder: Path, resume: int | str) -> Snapshot:
+    """What a run with that folder of its own goes on from."""
+    return read_checkpoint(find_checkpoints(resume, str(folder), folder))
+
+
 # ---- where
 
 
@@ -72,10 +77,11 @@ def test_latest_is_the_run_that_wrote_last(tmp_path: Path) -> None:
     older, newer = add_run(tmp_path, "z/1", 3, 9, age_s=60), add_run(tmp_path, "a/1", 3)
     add_run(tmp_path, "none")
     (tmp_path / "just-started").mkdir()
-    assert find_checkpoints("latest", None, tmp_path) == find_checkpoints(3, None, tmp_path) == newer
+    assert find_checkpoints("latest", None, tmp_path) == Choice(newer, None, "latest")
+    assert find_checkpoints(3, None, tmp_path) == Choice(newer, 3, 3)
     manifest = older / "step-00000009" / "manifest.json"
     os.utime(manifest, (manifest.stat().st_mtime + 120,) * 2)
-    assert find_checkpoints("latest", None, tmp_path) == older
+    assert find_checkpoints("latest", None, tmp_path).folder == older
 
 
 def test_run_that_was_killed_in_its_first_save_is_not_the_latest(tmp_path: Path) -> None:
@@ -83,18 +89,18 @@ def test_run_that_was_killed_in_its_first_save_is_not_the_latest(tmp_path: Path)
     older = add_run(tmp_path, "older", 3, age_s=60)
     torn = add_run(tmp_path, "newer", 3)
     (torn / "step-00000003").rename(torn / "step-00000003.tmp")
-    assert find_checkpoints("latest", None, tmp_path) == older
+    assert find_checkpoints("latest", None, tmp_path).folder == older
 
 
 def test_run_or_its_checkpoints_or_a_folder_of_ones_own_can_be_named(tmp_path: Path) -> None:
     folder = add_run(tmp_path, "run", 3, 6)
     add_run(tmp_path, "newer", 9)
     for given in (folder, folder.parent):
-        assert find_checkpoints(str(given), None, tmp_path) == folder
+        assert find_checkpoints(str(given), None, tmp_path).folder == folder
     own = folder.rename(tmp_path / "own")
     for resume in ("latest", 3):
-        assert find_checkpoints(resume, str(own), tmp_path) == own
-    assert find_checkpoints(str(own), str(own), tmp_path) == own
+        assert find_checkpoints(resume, str(own), tmp_path).folder == own
+    assert find_checkpoints(str(own), str(own), tmp_path).folder == own
 
 
 @pytest.mark.parametrize("resume", ["latest", 7, "FOLDER"])
@@ -122,7 +128,7 @@ def test_newest_whole_one_is_taken_and_what_is_skipped_is_said(
     shutil.copytree(folder / "step-00000003", folder / "step-00000009.tmp")
     (folder / "step-00000012").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert read_checkpoint(folder, "latest", 2).step == 3
+        assert taken(folder, "latest").step == 3
     assert len(caplog.messages) == 3 and all(line.startswith("checkpoint skipped: ") for line in caplog.messages)
     for named in ("step-00000012", "step-00000009.tmp", str(part)):
         assert any(named in line for line in caplog.messages)
@@ -130,16 +136,16 @@ def test_newest_whole_one_is_taken_and_what_is_skipped_is_said(
 
 def test_step_that_was_asked_for_is_taken_or_refused(tmp_path: Path) -> None:
     folder = add_run(tmp_path, "run", 3, 6, 9)
-    assert read_checkpoint(folder, 3, 2).step == 3
+    assert taken(folder, 3).step == 3
     part = folder / "step-00000006" / "other.safetensors"
     part.unlink()
     with pytest.raises(ConfigError) as caught:
-        read_checkpoint(folder, 6, 2)
+        taken(folder, 6)
     assert str(caught.value).startswith("checkpoint.resume=6 cannot be taken: ")
     assert str(part) in str(caught.value) and "steps there: 9, 6, 3" in str(caught.value)
     for step in (0, 7):
         with pytest.raises(ConfigError, match=f"resume={step} cannot be taken: .*no step-0000000{step}"):
-            read_checkpoint(folder, step, 2)
+            taken(folder, step)
 
 
 def flip(file: Path, draw: random.Random) -> None:
@@ -183,12 +189,12 @@ def test_no_damage_is_ever_loaded(tmp_path: Path, whole: Whole, caplog: pytest.L
         damage = DAMAGES[trial // len(files) % len(DAMAGES)]
         damage(folder / "step-00000004" / name, draw)
         caplog.clear()
-        snapshot = read_checkpoint(folder, "latest", 2)
+        snapshot = taken(folder, "latest")
         assert snapshot.step == 3, f"trial {trial}: {damage.__name__} of {name}"
         assert len(caplog.messages) == 1 and "step-00000004" in caplog.messages[0]
         assert_equal(snapshot.tensors, intact)
         with pytest.raises(ConfigError, match="step-00000004"):
-            read_checkpoint(folder, 4, 2)
+            taken(folder, 4)
         shutil.rmtree(folder)
 
 
