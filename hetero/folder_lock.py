@@ -33,7 +33,7 @@ class FolderInUse(HeteroError):
 
 @contextmanager
 def only_one(folder: Path, purpose: str) -> Iterator[None]:
-    """Has a folder for this process alone; one that had to be made and stays empty is removed again.
+    """Has a folder for this process alone; folders that had to be made for it and stay empty are removed again.
 
     Where the file system has no locks, this is said, and nothing keeps others out.
 
@@ -45,9 +45,7 @@ def only_one(folder: Path, purpose: str) -> Iterator[None]:
         FolderInUse: another process has it.
         OSError: the folder cannot be made or written.
     """
-    made = not folder.is_dir()
-    if made:
-        Disk().make_dirs(folder)
+    made = Disk().make_dirs(folder)
     try:
         descriptor = _locked(folder / LOCK_FILE)
         try:
@@ -60,9 +58,9 @@ def only_one(folder: Path, purpose: str) -> Iterator[None]:
                 (folder / LOCK_FILE).unlink()
             os.close(descriptor)
     finally:
-        if made:
-            with suppress(OSError):  # it holds something
-                folder.rmdir()
+        with suppress(OSError):  # one that holds something
+            for empty in made:
+                empty.rmdir()
 
 
 def holder_of(folder: Path) -> str | None:

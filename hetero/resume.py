@@ -80,17 +80,16 @@ def begin(resolved: ResolvedRun, run_dir: Path, run_id: str, stack: contextlib.E
         ConfigError: there is nothing to go on from, it is another run's, or the folder is.
     """
     wanted = resolved.config.checkpoint
-    choice = None
+    choice = home = None
+    if wanted.is_on():
+        home = Path(wanted.dir).expanduser().absolute() if wanted.dir else run_dir.absolute() / FOLDER
+        _take(home, wanted, run_dir, stack)
     if wanted.resume is not None:
         choice = find_checkpoints(wanted.resume, wanted.dir, Path(resolved.config.outputs))
-    home = None
-    if wanted.is_on():
-        home = Path(wanted.dir).expanduser() if wanted.dir else run_dir / FOLDER
-        _take(home, wanted, run_dir, stack)
     in_place = home is not None and choice is not None and _same(choice.folder, home)
     if home is not None and not in_place and CheckpointStore(home).steps():
         raise ConfigError(
-            f"checkpoint.dir must not hold another run's checkpoints, got {home.absolute()}; go on with that run "
+            f"checkpoint.dir must not hold another run's checkpoints, got {home}; go on with that run "
             "(checkpoint.resume=latest), or name another folder"
         )
     snapshot, owner = None, Owner(run_id)
@@ -160,12 +159,12 @@ def _take(home: Path, wanted: CheckpointSpec, run_dir: Path, stack: contextlib.E
         stack.enter_context(only_one(home, f"run {run_dir.absolute()}"))
     except FolderInUse as exc:
         raise ConfigError(
-            f"{key} must not be a folder that another run saves in, got {home.absolute()}, which is in use ({exc}); "
+            f"{key} must not be a folder that another run saves in, got {home}, which is in use ({exc}); "
             "wait for that run or end it, or name another folder"
         ) from None
     except OSError as exc:
         raise ConfigError(
-            f"{key} must be a folder that can be written, got {home.absolute()} ({file_and_reason(exc, home)}); name "
+            f"{key} must be a folder that can be written, got {home} ({file_and_reason(exc, home)}); name "
             "another folder"
         ) from None
 

@@ -102,6 +102,7 @@ def test_without_recovery_a_lost_worker_ends_the_run_by_name(ships: Fleet) -> No
     assert train.wait() == 1
     assert re.match(rf"stage 2 at 127\.0\.0\.1:{last.port} in step 5: ", error_of(train)), train.text
     assert checkpoints_of(train.outputs) == [3]
+    assert error_of(train).endswith("; the same command with checkpoint.resume=latest goes on after step 3"), train.text
     first.assert_idle()
 
 

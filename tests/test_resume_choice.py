@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_here, train_here
+from processes import metrics, run_here, train_here
 from resuming import COMMON, SINGLE, STOPS, Whole, assert_equal, assert_same_run, make_whole
 
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import ConfigError
+from hetero.folder_lock import only_one
 from hetero.resume_choice import Choice, find_checkpoints, read_checkpoint
 
 
@@ -113,6 +115,62 @@ def test_nothing_to_go_on_from_is_refused(tmp_path: Path, resume: int | str, own
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume(=| must be )") as caught:
         find_checkpoints(resume, str(where) if own else None, tmp_path / "out")
     assert (str(resume) if "folder" in str(resume) else str(where)) in str(caught.value)
+
+
+def test_folder_of_a_step_is_exactly_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = add_run(tmp_path, "run", 3, 6)
+    given = str(folder / "step-00000003")
+    assert find_checkpoints(given, None, tmp_path) == Choice(folder, 3, given)
+    assert read_checkpoint(find_checkpoints(given + "/", str(tmp_path / "own"), tmp_path)).step == 3
+    monkeypatch.chdir(folder / "step-00000006")
+    assert find_checkpoints(".", None, tmp_path) == Choice(folder, 6, ".")
+    (folder / "step-00000003" / "manifest.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"step-00000003: has no manifest\.json, so it was never complete \(steps there: 6"
+    ):
+        read_checkpoint(find_checkpoints(given, None, tmp_path))
+    (folder / "step-00000003").rename(folder / "step-00000009.tmp")
+    with pytest.raises(ConfigError, match=r"it is a save that was interrupted before it was complete$"):
+        find_checkpoints(str(folder / "step-00000009.tmp"), None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("resume", "own", "said"),
+    [
+        ("FILE", None, "checkpoint.resume must be latest, a step number, a run's folder .* got FILE: it is a file"),
+        ("latest", "FILE", "checkpoint.dir=FILE must be a folder that can be read: FILE: Not a directory"),
+        ("lastest", None, "checkpoint.resume must be latest, .* got 'lastest'; did you mean latest?"),
+        ("Latest", None, "got 'Latest'; did you mean latest?"),
+        ("l" * 299, None, "checkpoint.resume=l+ cannot be read: File name too long"),
+    ],
+    ids=["file", "dir", "typo", "case", "long"],
+)
+def test_what_is_no_folder_of_a_run_is_named(tmp_path: Path, resume: str, own: str | None, said: str) -> None:
+    file = str(tmp_path / "notes.txt")
+    Path(file).touch()
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoints(resume.replace("FILE", file), own and own.replace("FILE", file), tmp_path)
+    assert re.search(said.replace("FILE", re.escape(file)).replace("latest?", r"latest\?"), str(caught.value)), (
+        caught.value
+    )
+
+
+def test_run_that_still_goes_on_is_not_the_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, newer = add_run(tmp_path, "older", 3, age_s=60), add_run(tmp_path, "newer", 6)
+    with only_one(newer, "run here"):
+        assert find_checkpoints("latest", None, tmp_path).folder == older
+        assert caplog.messages == [
+            f"not the latest, since it still goes on: {newer.parent} (process {os.getpid()} on {os.uname().nodename}, "
+            "run here)"
+        ]
+        shutil.rmtree(older)
+        with pytest.raises(
+            ConfigError, match=r"found no run that has ended under .*, but one .* end it first, or name"
+        ):
+            find_checkpoints("latest", None, tmp_path)
+        assert find_checkpoints(str(newer.parent), None, tmp_path).folder == newer
+        assert "is still being written (process " in caplog.messages[-1]
+    assert find_checkpoints("latest", None, tmp_path).folder == newer
 
 
 # ---- which step
@@ -246,6 +304,31 @@ def test_signal_ends_the_run_with_a_checkpoint_that_is_the_latest(
     assert f"going on after step 4 of {tmp_path / 'stopped'}" in go_on(tmp_path, whole, "checkpoint.resume=latest")
     off = ["checkpoint=none", "checkpoint.every_steps=null", f"outputs={tmp_path}", f"hydra.run.dir={tmp_path / 'off'}"]
     assert run_here("train", *whole.args, *loop, *off).code == code
+
+
+def test_refusals_that_need_no_data_come_before_it_is_read(tmp_path: Path, outputs: Path, whole: Whole) -> None:
+    """The rows cannot be read, and nothing is said of that."""
+    (tmp_path / "rows.jsonl").write_text("no rows\n", encoding="utf-8")
+    args = [f"data.path={tmp_path / 'rows.jsonl'}", "checkpoint.resume=latest"]
+    assert "rows.jsonl" in refusal(outputs, whole, *args)
+    for other, said in {
+        "optimizer.lr=0.1": "optimizer.lr is ",
+        "seed=5": "seed is 0 there and 5 here",
+        "loop.steps=2": "loop.steps must be at least 4, the step that checkpoint.resume goes on from, got 2",
+    }.items():
+        assert said in refusal(outputs, whole, *args, other)
+
+
+def test_log_that_is_gone_is_said_and_the_run_goes_on(outputs: Path, whole: Whole) -> None:
+    (stopped_in(outputs) / "metrics.jsonl").unlink()
+    run_dir = outputs / "again"
+    outcome = run_here(
+        "train", f"outputs={outputs}", f"hydra.run.dir={run_dir}", *whole.args, "checkpoint.resume=latest"
+    )
+    assert outcome.code == 0
+    file = stopped_in(outputs) / "metrics.jsonl"
+    assert f"this run's log lacks some of the 4 steps before, because {file} is not there" in outcome.text
+    assert [record["step"] for record in metrics(run_dir)] == list(range(5, 11))
 
 
 def test_refusals_of_a_run_are_one_line(tmp_path: Path, outputs: Path, whole: Whole) -> None:
