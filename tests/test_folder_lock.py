@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -93,6 +94,26 @@ def test_many_that_come_and_go_never_have_it_together(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert most == 1 and times > 30
+
+
+def test_file_that_loses_its_name_before_it_is_locked_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who had the lock before removes the file between its opening and its locking here."""
+    flock, calls = fcntl.flock, 0
+
+    def late(descriptor: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            (tmp_path / LOCK_FILE).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", late)
+    with only_one(tmp_path, "run"):
+        assert calls == 2 and holder_of(tmp_path) is not None
+        with pytest.raises(FolderInUse), only_one(tmp_path, "another run"):
+            pass
 
 
 def test_file_system_without_locks_is_said(
