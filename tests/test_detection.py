@@ -31,7 +31,7 @@ def frozen(ships: Fleet, place: str, silence_s: float) -> tuple[Process, Process
         (SILENCE_S, "worker.forward_done@9"),
         pytest.param(SILENCE_S, "worker.decision_here@5", marks=pytest.mark.by_hand),
         pytest.param(SILENCE_S, "worker.state_taken@1", marks=pytest.mark.by_hand),
-        pytest.param(SILENCE_S, "worker.welcomed@1", marks=pytest.mark.by_hand),
+        pytest.param(SILENCE_S, "worker.built@1", marks=pytest.mark.by_hand),
         pytest.param(15, "worker.forward_done@9", marks=pytest.mark.by_hand),
     ],
 )
@@ -40,7 +40,7 @@ def test_frozen_worker_is_noticed_at_both_ends_and_goes_on_when_it_wakes(
 ) -> None:
     """Case F04; what it still had in mind when it froze changes nothing."""
     train, first, last, froze_at = frozen(ships, place, silence_s)
-    step = r" in step \d+" if "welcomed" not in place else ""
+    step = r" in step \d+" if "built" not in place else ""
     where = rf"stage 2 at 127\.0\.0\.1:{last.port}{step}: silent for {silence_s} s \(transport\.io_timeout_s\)"
     train.wait_for(rf"{where}; everyone goes back from step \d+ to step \d+")
     first.wait_for(rf"run \w+(:| ended:) stage 2 at 127\.0\.0\.1:{last.port}.*silent for {silence_s} s")
