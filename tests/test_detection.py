@@ -91,13 +91,17 @@ def test_killed_worker_is_noticed_at_once_at_both_ends(ships: Fleet) -> None:
 def test_slow_forward_of_a_healthy_worker_is_waited_for(
     ships: Fleet, undisturbed: bytes, sleep_s: float, silence_s: float
 ) -> None:
-    """G9: longer than a peer may be silent."""
+    """G9: longer than a peer may be silent; that it is slower than usual is said, and no more."""
     workers = [ships.worker(), ships.worker()]
     once = ships.folder / "slept"
-    sleep = [SLEEPY, "+stage.where=1", "+stage.step=5", f"+stage.s={sleep_s}", f"+stage.once={once}"]
+    sleep = [SLEEPY, "+stage.where=1", "+stage.step=6", f"+stage.s={sleep_s}", f"+stage.once={once}"]
     train = ships.train("out", workers, *sleep, f"transport.io_timeout_s={silence_s}")
     assert train.wait() == 0, train.text
     assert once.exists() and "goes back" not in train.text
+    (line,) = re.findall(
+        r"stage (\S+) is slow: it computed for ([\d.]+) s in step (\d+), and for ([\d.]+) s usually", train.text
+    )
+    assert line[0] == "w1" and float(line[1]) >= sleep_s and line[2] == "6" and float(line[3]) < sleep_s / 3
     assert max(record["step_time_s"] for record in metrics(train.outputs / "run")) > sleep_s
     assert adapter_of(train.outputs) == undisturbed
 
