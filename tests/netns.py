@@ -190,6 +190,17 @@ def lan(folder: Path, *names: str, prefix: str = "192.0.2", local_names: bool = 
 
 
 @contextlib.contextmanager
+def twin(machine: Machine) -> Iterator[Machine]:
+    """Lends a machine with the first address of another, on its `lan`'s switch: its replacement, or a conflict."""
+    with _machines(machine.folder.parent, [f"{machine.name}-twin"]) as (other,):
+        _cable(other, _space_of("switch"), "port-twin")
+        _call("ip", "-n", _space_of("switch"), "link", "set", "port-twin", "master", "br0", "up")
+        other.tool("sh", "-c", f"echo 1 > /proc/sys/net/ipv4/conf/{CARD}/arp_notify")  # it announces its address
+        _assign(other, machine.host)
+        yield other
+
+
+@contextlib.contextmanager
 def apart(folder: Path) -> Iterator[list[Machine]]:
     """Lends a, b and c: a has a line to each of the others, which cannot reach one another."""
     with _machines(folder, ("a", "b", "c")) as machines:
@@ -218,12 +229,16 @@ def _machines(folder: Path, names: Sequence[str]) -> Iterator[list[Machine]]:
 
 @contextlib.contextmanager
 def _space(name: str) -> Iterator[str]:
-    space = f"hetero-{os.getpid()}-{name}"
+    space = _space_of(name)
     _call("ip", "netns", "add", space)
     try:
         yield space
     finally:
         _call("ip", "netns", "del", space)
+
+
+def _space_of(name: str) -> str:
+    return f"hetero-{os.getpid()}-{name}"
 
 
 def _cable(machine: Machine, far: str, far_card: str) -> None:
