@@ -88,13 +88,24 @@ def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
     if "matching regex" in rule and "auto|" in rule:
         rule = "auto, or a device type with an optional index such as cuda:1"
     rule = re.sub(r", got `.*`$", "", rule).removeprefix("Expected ").replace("`", "")
-    return f"{shown or 'the configuration'} must be {rule}, got {_shorten(value)}{_remedy(value, hint)}"
+    return (
+        f"{shown or 'the configuration'} must be {rule}, got {_shorten(value)}{_remedy(value, hint)}{_own_remedy(hint)}"
+    )
 
 
 def _remedy(value: Any, hint: Any) -> str:
     """Where a text in brackets, such as an IPv6 address, was read as a list."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) and str in _options(hint):
         return f"; write {value[0]} without brackets, or quote them: '[{value[0]}]'"
+    return ""
+
+
+def _own_remedy(hint: Any) -> str:
+    """What the field itself says of how to put it right, `Meta(extra={"remedy": ...})`."""
+    for option in (hint, *get_args(hint)):
+        for meta in getattr(option, "__metadata__", ()):
+            if remedy := (meta.extra or {}).get("remedy"):
+                return f"; {remedy}"
     return ""
 
 

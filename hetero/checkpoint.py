@@ -9,27 +9,26 @@
         step-00000012.old/          only while step 12 is replaced; stands in for it where it is not there
 
 Power cuts: every file is on the disk before the rename, the rename before anything old is removed (what goes wrong
-otherwise: "All File Systems Are Not Created Equal", OSDI 2014). One process writes; others may read.
+otherwise: "All File Systems Are Not Created Equal", OSDI 2014). One process writes; others may read. A run that owns
+its store neither goes back to, nor replaces, nor deletes what another run has saved.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 
 from hetero.disk import Disk
 from hetero.errors import CheckpointError, ConfigError
 from hetero.failpoints import hit
-from hetero.folders import one_line
 from hetero.snapshot import MANIFEST_FILE, Part, Snapshot, manifest_of, part_files, read_snapshot
+from hetero.step_folders import RUN_ID, Owner, committed_in, file_and_reason, names_in, step_name
 
-__all__ = ["CheckpointStore", "Snapshot"]
+__all__ = ["CheckpointStore", "Owner", "Snapshot"]
 
 MIN_KEEP_LAST = 2
-_STEP_NAME = re.compile(r"(step-([0-9]{8,}))(\.tmp|\.old)?")
 
 _log = logging.getLogger(__name__)
 
@@ -41,32 +40,42 @@ class CheckpointStore:
         folder: made at the first save.
         keep_last: how many steps stay, at least 2.
         disk: where the files go; None: the real one.
+        owner: the run whose checkpoints these are, `run_id` in what it records of them; None: whoever's there are.
 
     Raises:
         ConfigError: `keep_last` is below 2.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, disk: Disk | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, disk: Disk | None = None, owner: Owner | None = None
+    ) -> None:
         if keep_last < MIN_KEEP_LAST:
             raise ConfigError(f"checkpoint.keep_last must be at least {MIN_KEEP_LAST}, got {keep_last}")
         self._folder, self._keep_last, self._disk = Path(os.path.abspath(folder)), keep_last, disk or Disk()
+        self._owner = owner
         self._parent_synced = False
         self._seen_good: set[int] = set()  # written or read by this store, so not read again before others are deleted
 
     def save(self, snapshot: Snapshot) -> Path:
         """Writes a checkpoint and deletes those beyond `keep_last`; when it returns, a power cut takes nothing away.
 
-        A step that is there already stays where it holds the same tensors and is replaced where it does not. Old steps
-        that cannot be deleted are logged and tried again after the next save.
+        A step that this run has saved already stays where it holds the same tensors, and is replaced where it does not.
+        Old steps that cannot be deleted are logged and tried again after the next save.
 
         Returns:
             The folder of the step.
 
         Raises:
-            CheckpointError: the disk is full or fails; the checkpoints before are as they were.
+            CheckpointError: the disk is full or fails, or the step is there and another run's; the checkpoints before
+                are as they were.
         """
         assert snapshot.step >= 0
-        final = self._folder / _step_name(snapshot.step)
+        final = self._folder / step_name(snapshot.step)
+        if self._is_foreign(snapshot.step, final):
+            raise CheckpointError(
+                f"the checkpoint of step {snapshot.step} could not be written: {final} is another run's, which stays "
+                "as it is; end one of the two and give it a checkpoint.dir of its own"
+            )
         try:
             self._make_folder()
             self._settle(snapshot.step)
@@ -77,7 +86,7 @@ class CheckpointStore:
                 self._commit(self._write_draft(snapshot), final)
         except OSError as exc:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot.step} could not be written: {_file_and_reason(exc, final)}; "
+                f"the checkpoint of step {snapshot.step} could not be written: {file_and_reason(exc, final)}; "
                 "the previous checkpoint is untouched"
             ) from exc
         self._seen_good.add(snapshot.step)
@@ -85,12 +94,16 @@ class CheckpointStore:
             self._settle()
             self._delete_old(snapshot.step)
         except (OSError, CheckpointError) as exc:
-            _log.warning("old checkpoints could not be deleted: %s", _file_and_reason(exc, self._folder))
+            _log.warning("old checkpoints could not be deleted: %s", file_and_reason(exc, self._folder))
         return final
 
     def steps(self) -> list[int]:
         """The steps that have a manifest, newest first; nothing in them has been checked."""
-        return [step for step, path in self._folders() if (path / MANIFEST_FILE).is_file() and not path.is_symlink()]
+        return [
+            step
+            for step, path in committed_in(self._folder)
+            if (path / MANIFEST_FILE).is_file() and not path.is_symlink()
+        ]
 
     def load(self, step: int) -> Snapshot:
         """Reads a checkpoint of which every byte has been checked.
@@ -98,30 +111,34 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or a file in it is damaged, missing or does not belong there.
         """
-        for found, path in self._folders():
+        for found, path in committed_in(self._folder):
             if found == step:
                 snapshot = read_snapshot(path, step)[0]
                 self._seen_good.add(step)
                 return snapshot
-        raise CheckpointError(f"{self._folder} must hold a checkpoint of step {step}, there is no {_step_name(step)}")
+        raise CheckpointError(f"{self._folder} must hold a checkpoint of step {step}, there is no {step_name(step)}")
 
     def newest(self) -> tuple[Snapshot | None, list[str]]:
         """The newest checkpoint that loads, and for each newer one a line that says why it was skipped.
+
+        A store with an owner gives those of this run alone, without a word of those before: it knows where it began.
 
         Raises:
             CheckpointError: the folder itself cannot be read.
         """
         skipped: list[str] = []
-        committed = {step for step, _ in self._folders()}
-        drafts = {step for step, suffix in self._names() if suffix == ".tmp"}
-        for step in sorted(committed | drafts, reverse=True):
-            if step in committed:
+        committed = dict(committed_in(self._folder))
+        drafts = {step for step, suffix in names_in(self._folder) if suffix == ".tmp"}
+        for step in sorted(committed.keys() | drafts, reverse=True):
+            if step in committed and self._is_foreign(step, committed[step]):
+                skipped.append(f"{committed[step]}: is another run's")
+            elif step in committed and not self._is_before(step, committed[step]):
                 try:
                     return self.load(step), skipped
                 except CheckpointError as exc:
                     skipped.append(str(exc))
             if step in drafts:
-                skipped.append(f"{self._folder / _step_name(step)}.tmp: a save was interrupted before it was complete")
+                skipped.append(f"{self._folder / step_name(step)}.tmp: a save was interrupted before it was complete")
         return None, skipped
 
     def clean(self) -> None:
@@ -134,45 +151,29 @@ class CheckpointStore:
             self._settle()
         except OSError as exc:
             raise CheckpointError(
-                f"what an interrupted save left could not be removed: {_file_and_reason(exc, self._folder)}"
+                f"what an interrupted save left could not be removed: {file_and_reason(exc, self._folder)}"
             ) from exc
 
-    def _names(self) -> list[tuple[int, str]]:
-        """Step and suffix (`""`, `.tmp` or `.old`) of everything here that has a step's name."""
-        try:
-            names = os.listdir(self._folder)
-        except FileNotFoundError:
-            return []
-        except OSError as exc:
-            raise CheckpointError(_file_and_reason(exc, self._folder)) from exc
-        matches = [match for name in names if (match := _STEP_NAME.fullmatch(name))]
-        return [(int(m[2]), m[3] or "") for m in matches if m[1] == _step_name(int(m[2]))]
+    def _is_foreign(self, step: int, path: Path) -> bool:
+        return self._owner is not None and self._owner.is_foreign(step, path)
 
-    def _folders(self) -> list[tuple[int, Path]]:
-        """Step and folder of everything that was committed once, newest first, complete or not."""
-        names = set(self._names())
-        found = {
-            step: suffix for step, suffix in names if suffix == "" or (suffix == ".old" and (step, "") not in names)
-        }
-        return [(step, self._folder / f"{_step_name(step)}{found[step]}") for step in sorted(found, reverse=True)]
+    def _is_before(self, step: int, path: Path) -> bool:
+        return self._owner is not None and self._owner.is_before(step, path)
 
     def _make_folder(self) -> None:
-        missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.is_dir()]
-        for folder in reversed(missing):
-            self._disk.make_dir(folder)
-            self._disk.sync_dir(folder.parent)
+        self._disk.make_dirs(self._folder)
         if not self._parent_synced:
             self._disk.sync_dir(self._folder.parent)
             self._parent_synced = True
 
     def _settle(self, only: int | None = None) -> None:
         """Takes an interrupted save back, of one step or of all."""
-        left = sorted((step, suffix) for step, suffix in self._names() if suffix and only in (None, step))
+        left = sorted((step, suffix) for step, suffix in names_in(self._folder) if suffix and only in (None, step))
         if not left:
             return
         self._disk.sync_dir(self._folder)  # what follows must not reach the disk before the renames that it goes by
         for step, suffix in left:
-            final = self._folder / _step_name(step)
+            final = self._folder / step_name(step)
             path = final.with_name(final.name + suffix)
             if suffix == ".old" and not os.path.lexists(final):
                 self._disk.rename(path, final)
@@ -181,17 +182,19 @@ class CheckpointStore:
         self._disk.sync_dir(self._folder)
 
     def _holds(self, snapshot: Snapshot, final: Path) -> bool:
-        """Whether the step is there with the very same tensors."""
+        """Whether the step is there with the very same tensors, of the same run."""
         if not os.path.lexists(final):
             return False
         try:
             _, manifest = read_snapshot(final, snapshot.step)
         except CheckpointError:
             return False
+        if manifest.about.get(RUN_ID) != snapshot.about.get(RUN_ID):
+            return False
         return manifest.files == {name: Part.of(data) for name, data in part_files(snapshot.tensors)}
 
     def _write_draft(self, snapshot: Snapshot) -> Path:
-        draft = self._folder / f"{_step_name(snapshot.step)}.tmp"
+        draft = self._folder / f"{step_name(snapshot.step)}.tmp"
         files: dict[str, Part] = {}
         try:
             self._disk.make_dir(draft)
@@ -226,7 +229,7 @@ class CheckpointStore:
 
     def _delete_old(self, written: int) -> None:
         kept, not_good = {written}, set()
-        found = [step for step, _ in self._folders()]
+        found = [step for step, path in committed_in(self._folder) if not self._is_foreign(step, path)]
         for step in found:
             if len(kept) == self._keep_last:
                 break
@@ -240,7 +243,7 @@ class CheckpointStore:
         # A damaged step that is newer than a good one stays: it is replaced when the run gets there, or grows old.
         doomed = [step for step in found if step not in kept and (step < min(kept) or step not in not_good)]
         for step in sorted(doomed):
-            self._remove(self._folder / _step_name(step))
+            self._remove(self._folder / step_name(step))
             hit("checkpoint.pruned")
         if doomed:
             self._disk.sync_dir(self._folder)
@@ -251,7 +254,7 @@ class CheckpointStore:
             if os.path.lexists(draft):
                 self._remove(draft)
         except OSError as exc:
-            _log.warning("an unfinished checkpoint is left: %s", _file_and_reason(exc, draft))
+            _log.warning("an unfinished checkpoint is left: %s", file_and_reason(exc, draft))
 
     def _remove(self, path: Path) -> None:
         """Removes a file or a folder with all that is in it, the manifest first, so that no part looks like a whole."""
@@ -263,14 +266,3 @@ class CheckpointStore:
             if name == MANIFEST_FILE:
                 self._disk.sync_dir(path)
         self._disk.remove_dir(path)
-
-
-def _step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _file_and_reason(exc: Exception, default: Path) -> str:
-    """`file: reason` of an error of the disk."""
-    if not isinstance(exc, OSError):
-        return one_line(exc)
-    return f"{exc.filename or default}: {exc.strerror or one_line(exc)}"

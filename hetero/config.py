@@ -85,6 +85,7 @@ def run_task(task: Task, config_name: str) -> int:
     OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
     signal.signal(signal.SIGTERM, _raise_terminated)
     main = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)
+    sys.argv[1:] = _sweep_first(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing a traceback of its own
     try:
         main()
@@ -106,6 +107,11 @@ def run_task(task: Task, config_name: str) -> int:
         sys.stderr.write(f"{len(failed)} of {began} jobs failed: {numbers} (each one's log has the reason)\n")
     codes = set(failed.values())
     return codes.pop() if len(codes) == 1 else int(bool(codes))
+
+
+def _sweep_first(arguments: list[str]) -> list[str]:
+    """The same with `-m` in front, since argparse takes overrides on one side of an option alone."""
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
 
 
 def _remove_empty_run(outputs: Path) -> None:

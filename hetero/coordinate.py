@@ -14,27 +14,16 @@ from typing import Any
 import msgspec
 import torch
 
-from hetero import registry
+from hetero import registry, resume
 from hetero.awake import kept_awake
-from hetero.checkpoint import CheckpointStore
-from hetero.errors import CheckpointError, ConfigError
+from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
-from hetero.prepare import Prepared, check_quickly, prepare, total_steps
+from hetero.prepare import check_quickly, prepare, total_steps
 from hetero.resolve import ResolvedRun
-from hetero.resume import (
-    FOLDER,
-    StartingPoint,
-    about_of,
-    check_model,
-    check_settings,
-    check_tensors,
-    find_checkpoints,
-    read_checkpoint,
-    records_before,
-    settings_of,
-)
+from hetero.resume import StartingPoint
+from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
 from hetero.run import Run, RunResult
 from hetero.saving import Saver
@@ -67,25 +56,26 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_awake())
         loggers = _loggers(resolved, run_dir)
-        source = _source_of_resume(resolved)
-        store = _store(resolved, run_dir, source)
+        run_id = uuid.uuid4().hex
+        beginning = resume.begin(resolved, run_dir, run_id, stack)
         # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
-        launched = None if source is not None else _launch(resolved, run_dir, secret, stack)
+        goes_on = beginning.snapshot is not None
+        launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
         prepared = prepare(resolved)
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
         order = resolved.config.data
         settings = settings_of(spec, prepared.data_set.digest(), order.shuffle, order.bucket)
         model = fingerprint(prepared.model_path) if isinstance(prepared.model_path, Path) else {}
-        start = _starting_point(resolved, source, settings, model, spec, prepared)
-        if store is not None:
-            store.clean()
-        if source is not None:
+        start = resume.starting_point(beginning, settings, model, spec, prepared.adapter.shapes)
+        start = start or StartingPoint(state=as_state(prepared.initial))
+        resume.clean(beginning)
+        if goes_on:
             launched = _launch(resolved, run_dir, secret, stack)
         if launched is not None:
             spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
-        run_id = uuid.uuid4().hex
-        saver = Saver(store, resolved.config.checkpoint, about_of(spec, run_id, run_dir, settings, model, versions()))
+        saved = about_of(spec, run_id, run_dir, settings, model, versions(), beginning.owner.before)
+        saver = Saver(beginning.store, resolved.config.checkpoint, saved)
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with _logging_to(loggers, about, start.records):
@@ -104,58 +94,6 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
             )
             run.through_all_sessions()
     return run.result
-
-
-def _source_of_resume(resolved: ResolvedRun) -> Path | None:
-    """The checkpoints that the run is to go on from, found before anything is started."""
-    wanted = resolved.config.checkpoint
-    if wanted.resume is None:
-        return None
-    return find_checkpoints(wanted.resume, wanted.dir, Path(resolved.config.outputs))
-
-
-def _starting_point(
-    resolved: ResolvedRun,
-    source: Path | None,
-    settings: dict[str, Any],
-    model: dict[str, str],
-    spec: RunSpec,
-    prepared: Prepared,
-) -> StartingPoint:
-    if source is None:
-        return StartingPoint(state=as_state(prepared.initial))
-    wanted = resolved.config.checkpoint
-    assert wanted.resume is not None
-    snapshot = read_checkpoint(source, wanted.resume, wanted.keep_last)
-    check_settings(snapshot, source, settings, spec)
-    check_model(snapshot, source, model)
-    check_tensors(snapshot, source, prepared.adapter.shapes)
-    try:
-        CheckpointStore(source, keep_last=wanted.keep_last).clean()
-    except CheckpointError as exc:  # it is only read from here on, so it may be another's, or on a read-only disk
-        log.warning("%s", exc)
-    records = records_before(snapshot, source)
-    log.info("going on after step %d of %s", snapshot.step, source.parent)
-    return StartingPoint(snapshot.step, snapshot.tensors, records, source)
-
-
-def _store(resolved: ResolvedRun, run_dir: Path, source: Path | None) -> CheckpointStore | None:
-    """Where the run's checkpoints go.
-
-    Raises:
-        ConfigError: the folder holds those of another run.
-    """
-    wanted = resolved.config.checkpoint
-    if not wanted.is_on():
-        return None
-    folder = Path(wanted.dir).expanduser() if wanted.dir else run_dir / FOLDER
-    store = CheckpointStore(folder, keep_last=wanted.keep_last)
-    if store.steps() and (source is None or source.absolute() != folder.absolute()):
-        raise ConfigError(
-            f"checkpoint.dir must not hold another run's checkpoints, got {folder.absolute()}; go on with that run "
-            "(checkpoint.resume=latest), or name another folder"
-        )
-    return store
 
 
 def _secret(resolved: ResolvedRun) -> bytes:

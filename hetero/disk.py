@@ -21,6 +21,18 @@ class Disk:
         """Makes a folder, which must not be there and whose parent must be."""
         path.mkdir()
 
+    def make_dirs(self, path: Path) -> list[Path]:
+        """Makes a folder with all that lead to it, as far as they are not there; their names are on the disk then.
+
+        Returns:
+            Those that were made, the innermost first.
+        """
+        missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+        for folder in reversed(missing):
+            self.make_dir(folder)
+            self.sync_dir(folder.parent)
+        return missing
+
     def write(self, path: Path, data: bytes | memoryview) -> None:
         """Makes a file, which must not be there, and returns when all of its bytes are on the disk."""
         try:

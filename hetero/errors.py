@@ -52,6 +52,11 @@ class PeerError(HeteroError):
             return self
         return PeerError(self.reason, stage=self.stage, host=self.host, port=self.port, step=step, lost=self.lost)
 
+    def adding(self, remark: str) -> PeerError:
+        """The same with one more clause in its reason."""
+        reason = f"{self.reason}; {remark}"
+        return PeerError(reason, stage=self.stage, host=self.host, port=self.port, step=self.step, lost=self.lost)
+
     def _text(self) -> str:
         who = "the peer" if self.stage is None else f"stage {self.stage}"
         where = "" if self.host is None else f" at {show_address(self.host, self.port)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,15 @@ from hetero.errors import NumericError, PeerError
 from hetero.failpoints import hit
 from hetero.member import Member
 from hetero.optim import clip_factor, global_norm
+from hetero.pace import Pace
 from hetero.runtime import StepPlan
 from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import DataSpec, RunSpec
 from hetero.stopping import Stop
 from hetero.wire.headers import Ready
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Training:
         stop: says whether the run is to end after the step that it is in.
         saver: saves everybody's state now and then.
         shapes: stage -> global key -> shape of what trains there.
+        pace: knows how fast each stage usually is.
     """
 
     spec: RunSpec
@@ -51,6 +56,7 @@ class Training:
     first_step: int = 1
     stop: Stop = field(default_factory=Stop)
     shapes: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
 
 
 def train(training: Training) -> None:
@@ -91,6 +97,7 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     norm = global_norm([*norms.tolist(), *_other_norms(training.session, others)])
     factor = clip_factor(norm, training.spec.loop.max_grad_norm)
     save = None
+    training.saver.wait_for_one_before(step, training.session)
     if training.saver.due(step, busy=training.session.is_saving()):
         save = training.saver.begin(step, training.shapes)
     training.session.apply(factor, save)
@@ -98,6 +105,7 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     rate = training.member.apply(step, factor)
     hit("coordinator.applied")
     elapsed = time.perf_counter() - started
+    _tell_slow(training, step, readies, sum(rows * length for rows, length in shapes))
     return {
         "step": step,
         "loss": readies[len(readies) - 1].loss,
@@ -152,6 +160,20 @@ def _refuse_non_finite(spec: RunSpec, step: int, readies: dict[int, Ready]) -> N
         f"stage {index} ({spec.stages[index].id}) has a loss or a gradient that is not finite in step {step}; no stage "
         "took the step. A lower optimizer.lr, lr_schedule.warmup_steps, or model.dtype=float32 may help"
     )
+
+
+def _tell_slow(training: Training, step: int, readies: dict[int, Ready], num_tokens: int) -> None:
+    """Says which stages were much slower than they usually are; the run waits for them as for any."""
+    for slow in training.pace.step({index: ready.busy_s for index, ready in readies.items()}, num_tokens):
+        log.warning(
+            "stage %s is slow: it computed for %.1f s in step %d, and for %.1f s usually (the median of the %d steps "
+            "before); other programs, heat or too little memory there may be why, and the run goes on",
+            training.spec.stages[slow.stage].id,
+            slow.took_s,
+            step,
+            slow.median_s,
+            slow.num_steps,
+        )
 
 
 def _stage_record(spec: RunSpec, index: int, ready: Ready) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""From where a run goes on: the newest checkpoint that is whole, of the run that was meant, with the same settings."""
+"""From where a run goes on, and where it saves: one folder of checkpoints belongs to one run at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,20 +10,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from hetero.checkpoint import CheckpointStore, Snapshot
+from hetero.checkpoint import CheckpointStore, Owner, Snapshot
 from hetero.errors import CheckpointError, ConfigError
-from hetero.fingerprint import difference
-from hetero.spec import RunSpec
-from hetero.training_state import adapter_of, may_be_state
-from hetero.wire.headers import TensorEntry
-from hetero.wire.tensors import NAMES
+from hetero.folder_lock import FolderInUse, only_one
+from hetero.resolve import ResolvedRun
+from hetero.resume_choice import Choice, find_checkpoints, read_checkpoint
+from hetero.resume_settings import (
+    check_model,
+    check_settings,
+    check_steps,
+    check_tensors,
+    say_what_differs,
+    settings_of,
+)
+from hetero.spec import CheckpointSpec, RunSpec
+from hetero.step_folders import FOLDER, file_and_reason, run_shown, step_name
 
 log = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
 METRICS = "metrics.jsonl"
 
 
@@ -43,180 +50,149 @@ class StartingPoint:
     source: Path | None = None
 
 
-def settings_of(spec: RunSpec, data_digest: str, shuffle: bool, bucket: bool = False) -> dict[str, Any]:
-    """What must be as it was for a run to go on as if it had never ended; any split, machine and policy will do."""
-    model = msgspec.to_builtins(spec.model)
-    return {
-        "seed": spec.seed,
-        "model": {key: model[key] for key in ("path", "revision")}
-        | {"num_hidden_layers": spec.num_hidden_layers, "hidden_size": spec.hidden_size, "vocab_size": spec.vocab_size},
-        "adapter": msgspec.to_builtins(spec.adapter),
-        "optimizer": {"_target_": spec.optimizer.target} | spec.optimizer.args,
-        "lr_schedule": msgspec.to_builtins(spec.lr_schedule),
-        "loop": {"batch_size": spec.loop.batch_size, "max_grad_norm": spec.loop.max_grad_norm},
-        "data": {"rows": data_digest, "shuffle": shuffle, "bucket": bucket},
-    }
+@dataclass(frozen=True)
+class Beginning:
+    """What is known of a run's checkpoints before its data has been read.
+
+    Attributes:
+        store: where it saves; None where it does not.
+        snapshot: that it goes on from; None for a run from the beginning.
+        source: the folder that the snapshot is in.
+        owner: the run, and those before it in the same folder.
+    """
+
+    store: CheckpointStore | None
+    snapshot: Snapshot | None
+    source: Path | None
+    owner: Owner
 
 
-def find_checkpoints(resume: int | str, folder: str | None, outputs: Path) -> Path:
-    """The folder of checkpoints that `checkpoint.resume` means.
+def begin(resolved: ResolvedRun, run_dir: Path, run_id: str, stack: contextlib.ExitStack) -> Beginning:
+    """Takes the folder that a run saves in for this process alone, and reads what it is to go on from.
 
     Args:
-        resume: `latest`, a step, or a run's folder.
-        folder: `checkpoint.dir`, where `latest` and a step are looked for; else the newest run under `outputs`.
-        outputs: where runs have their folders.
+        resolved: the checked configuration.
+        run_dir: the run's own folder.
+        run_id: of the run.
+        stack: gives the folder back at its end.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is nothing to go on from, it is another run's, or the folder is.
     """
-    if isinstance(resume, str) and resume != "latest":
-        given = Path(resume).expanduser()
-        for found in (given / FOLDER, given):
-            if CheckpointStore(found).steps():
-                return found
+    wanted = resolved.config.checkpoint
+    choice = home = None
+    if wanted.is_on():
+        home = Path(wanted.dir).expanduser().absolute() if wanted.dir else run_dir.absolute() / FOLDER
+        _take(home, wanted, run_dir, stack)
+    if wanted.resume is not None:
+        choice = find_checkpoints(wanted.resume, wanted.dir, Path(resolved.config.outputs))
+    in_place = home is not None and choice is not None and _same(choice.folder, home)
+    if home is not None and not in_place and CheckpointStore(home).steps():
         raise ConfigError(
-            f"checkpoint.resume must be latest, a step number, or a run's folder with {FOLDER}/ in it, found no "
-            f"checkpoint in {given.absolute()}"
+            f"checkpoint.dir must not hold another run's checkpoints, got {home}; go on with that run "
+            "(checkpoint.resume=latest), or name another folder"
         )
-    if folder is not None:
-        found = Path(folder).expanduser()
-        if not CheckpointStore(found).steps():
-            raise ConfigError(f"checkpoint.resume={resume} found no checkpoint in checkpoint.dir, {found.absolute()}")
-        return found
-    newest = sorted(
-        (file.stat().st_mtime_ns, file.parent.parent)
-        for file in outputs.glob(f"**/{FOLDER}/step-*/manifest.json")
-        if CheckpointStore(file.parent.parent).steps()  # not only one that was never committed
-    )
-    if not newest:
-        raise ConfigError(
-            f"checkpoint.resume={resume} found no run with a checkpoint under {outputs.absolute()}; leave it out to "
-            "start at step 0"
-        )
-    return newest[-1][1]
+    snapshot, owner = None, Owner(run_id)
+    if choice is not None:
+        snapshot = read_checkpoint(choice)
+        _check_early(snapshot, choice.folder, resolved)
+        if in_place:
+            _refuse_later_steps(snapshot, choice)
+            owner = Owner.after(run_id, snapshot.about)
+    store = None if home is None else CheckpointStore(home, keep_last=wanted.keep_last, owner=owner)
+    return Beginning(store, snapshot, None if choice is None else choice.folder, owner)
 
 
-def read_checkpoint(folder: Path, resume: int | str, keep_last: int) -> Snapshot:
-    """The checkpoint to go on from: the step that was asked for, else the newest that is whole.
+def starting_point(
+    beginning: Beginning,
+    settings: dict[str, Any],
+    model: Mapping[str, str],
+    spec: RunSpec,
+    shapes: Mapping[str, Sequence[int]],
+) -> StartingPoint | None:
+    """What a run goes on with, all of it compared with what the run is now; None for a run from the beginning.
 
-    Raises:
-        ConfigError: the step is not there or not whole, or none is.
-    """
-    store = CheckpointStore(folder, keep_last=keep_last)
-    if isinstance(resume, int):
-        try:
-            return store.load(resume)
-        except CheckpointError as exc:
-            there = ", ".join(map(str, store.steps())) or "none"
-            raise ConfigError(f"checkpoint.resume={resume} cannot be taken: {exc} (steps there: {there})") from None
-    snapshot, skipped = store.newest()
-    for line in skipped:
-        log.warning("checkpoint skipped: %s", line)
-    if snapshot is None:
-        raise ConfigError(
-            f"checkpoint.resume={resume} found no whole checkpoint in {folder.absolute()}; leave it out to start at "
-            "step 0"
-        )
-    return snapshot
-
-
-def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any], spec: RunSpec) -> None:
-    """Compares what must be equal, and says what may differ and does.
+    Args:
+        beginning: what was read.
+        settings: of the run, its rows' digest included.
+        model: fingerprint of the base model.
+        spec: of the run.
+        shapes: global key -> shape of what trains.
 
     Raises:
         ConfigError: something would train differently.
     """
-    theirs = snapshot.about.get("settings", {})
-    wrong = list(_differences(theirs, settings))
-    if wrong:
-        key, there, here = wrong[0]
-        what = f"{key} is {there!r} there and {here!r} here"
-        if key == "data.rows":
-            what = f"the rows of data have the digest {there[:16]} there and {here[:16]} here"
-        raise ConfigError(
-            f"checkpoint.resume must go on with the run's own settings: {what} ({folder.parent}, step {snapshot.step}; "
-            f"{len(wrong)} in all differ); give them as they were, or adapter.init_from=FOLDER/adapter for a new run"
-        )
-    if spec.total_steps < snapshot.step:
-        raise ConfigError(
-            f"loop.steps must be at least {snapshot.step}, the step that checkpoint.resume goes on from, "
-            f"got {spec.total_steps}"
-        )
-    before = snapshot.about.get("total_steps")
-    if before != spec.total_steps:
-        log.info(
-            "%d steps in all instead of %s: from step %d on the learning rate is that of a run of %d steps, without a "
-            "second warm-up",
-            spec.total_steps,
-            before,
-            snapshot.step + 1,
-            spec.total_steps,
-        )
-    numbers = {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)}
-    if snapshot.about.get("numbers") not in (None, numbers):
-        log.warning("micro-batch size or dtypes differ from before: results will not be equal to the last bit")
+    snapshot, source = beginning.snapshot, beginning.source
+    if snapshot is None or source is None:
+        return None
+    check_settings(snapshot, source, settings)
+    check_steps(snapshot, spec.total_steps)
+    check_model(snapshot, source, model)
+    check_tensors(snapshot, source, shapes)
+    say_what_differs(snapshot, spec)
+    log.info("going on after step %d of %s", snapshot.step, run_shown(source))
+    return StartingPoint(snapshot.step, snapshot.tensors, records_before(snapshot, source), source)
 
 
-def check_model(snapshot: Snapshot, folder: Path, model: Mapping[str, str]) -> None:
-    """Compares the base model's weights, whose folder may have the same name and others in it.
+def clean(beginning: Beginning) -> None:
+    """Removes what interrupted saves have left, in the run's folder and in the one that it goes on from.
 
     Raises:
-        ConfigError: a part that is known of both differs.
+        CheckpointError: the disk fails.
     """
-    found = difference(dict(model), snapshot.about.get("model", {}))
-    if found:
+    if beginning.store is not None:
+        beginning.store.clean()
+    if beginning.source is None or beginning.owner.before:
+        return
+    try:  # it is only read from here on, so it may be another's, or on a read-only disk
+        with only_one(beginning.source, "which removes what an interrupted save has left"):
+            CheckpointStore(beginning.source).clean()
+    except FolderInUse:
+        return  # what is unfinished there is being written
+    except (CheckpointError, OSError) as exc:
+        log.warning("what an interrupted save left may be there still: %s", file_and_reason(exc, beginning.source))
+
+
+def _take(home: Path, wanted: CheckpointSpec, run_dir: Path, stack: contextlib.ExitStack) -> None:
+    key = "checkpoint.dir" if wanted.dir else "hydra.run.dir"
+    try:
+        stack.enter_context(only_one(home, f"run {run_dir.absolute()}"))
+    except FolderInUse as exc:
         raise ConfigError(
-            f"checkpoint.resume must go on with the run's own base model: {found} ({folder.parent}, "
-            f"step {snapshot.step}); give model.path and model.revision as they were"
+            f"{key} must not be a folder that another run saves in, got {home}, which is in use ({exc}); "
+            "wait for that run or end it, or name another folder"
+        ) from None
+    except OSError as exc:
+        raise ConfigError(
+            f"{key} must be a folder that can be written, got {home} ({file_and_reason(exc, home)}); name "
+            "another folder"
+        ) from None
+
+
+def _check_early(snapshot: Snapshot, folder: Path, resolved: ResolvedRun) -> None:
+    """Refuses what the checkpoint alone shows to be another run's, before any data is read."""
+    config = resolved.config
+    settings = settings_of(resolved.spec(total_steps=1), None, config.data.shuffle, config.data.bucket)
+    check_settings(snapshot, folder, settings)
+    if config.loop.steps is not None:
+        check_steps(snapshot, config.loop.steps)
+
+
+def _refuse_later_steps(snapshot: Snapshot, choice: Choice) -> None:
+    """In one folder there is one line of steps: a later one would be taken for this run's, or stay in its way."""
+    if choice.step is None:
+        return
+    later = [step for step in CheckpointStore(choice.folder).steps() if step > snapshot.step]
+    if later:
+        raise ConfigError(
+            f"checkpoint.resume={choice.given} must be the last step where a run goes on in the same checkpoint.dir, "
+            f"{choice.folder.absolute()} has later ones ({', '.join(map(str, later))}); name another checkpoint.dir "
+            f"with checkpoint.resume={choice.folder / step_name(snapshot.step)}, or use checkpoint.resume=latest"
         )
 
 
-def check_tensors(snapshot: Snapshot, folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compares a checkpoint's tensors with what trains.
-
-    Args:
-        snapshot: the checkpoint.
-        folder: the checkpoints' folder.
-        shapes: global key -> shape of what trains.
-
-    Raises:
-        ConfigError: it has tensors of another run.
-    """
-    for name, tensor in sorted(snapshot.tensors.items()):
-        entry = TensorEntry(name, NAMES.get(tensor.dtype, "other"), list(tensor.shape))  # type: ignore[arg-type]
-        if not may_be_state(entry, shapes):
-            found = f"has {name!r} as {entry.dtype} {entry.shape}"
-            break
-    else:
-        lacking = sorted(set(shapes) - set(adapter_of(snapshot.tensors)))
-        if not lacking:
-            return
-        found = f"lacks {lacking[0]!r}"
-    raise ConfigError(
-        f"checkpoint.resume must have the tensors that this run trains, but {folder}, step {snapshot.step}, {found}: "
-        "the model or the version of peft is another one"
-    )
-
-
-def about_of(
-    spec: RunSpec,
-    run_id: str,
-    run_dir: Path,
-    settings: dict[str, Any],
-    model: Mapping[str, str],
-    versions: Mapping[str, str],
-) -> dict[str, Any]:
-    """What every checkpoint of a run says of it."""
-    return {
-        "run_id": run_id,
-        "run_dir": str(run_dir.absolute()),
-        "settings": settings,
-        "model": dict(model),
-        "total_steps": spec.total_steps,
-        "numbers": {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)},
-        "spec": msgspec.to_builtins(spec),
-        "versions": dict(versions),
-    }
+def _same(one: Path, other: Path) -> bool:
+    return one.is_dir() and other.is_dir() and one.samefile(other)
 
 
 def records_before(snapshot: Snapshot, folder: Path) -> list[dict[str, Any]]:
@@ -230,7 +206,8 @@ def records_before(snapshot: Snapshot, folder: Path) -> list[dict[str, Any]]:
     file = beside if folder.name == FOLDER else Path(snapshot.about.get("run_dir", folder.parent)) / METRICS
     found = _records_up_to(snapshot.step, file) if file.is_file() else []
     if len(found) < snapshot.step:
-        log.warning("%s holds %d of the %d steps before, so this run's log does too", file, len(found), snapshot.step)
+        why = f"holds {len(found)} of them" if file.is_file() else "is not there"
+        log.warning("this run's log lacks some of the %d steps before, because %s %s", snapshot.step, file, why)
     return found
 
 
@@ -244,20 +221,3 @@ def _records_up_to(step: int, file: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and record.get("step", step + 1) <= step:
             found.append(record)
     return found
-
-
-def _numbers(spec: RunSpec) -> list[Any]:
-    """What rounding depends on, each once: a split alone changes nothing."""
-    found = {f"{stage.dtype} {stage.quantization}" for stage in spec.stages}
-    for dtype, left, right in zip(spec.boundary_dtypes, spec.stages, spec.stages[1:], strict=False):
-        if {left.dtype, right.dtype} != {dtype}:
-            found.add(f"{dtype} between stages")
-    return sorted(found)
-
-
-def _differences(theirs: Any, mine: Any, key: str = "") -> Any:
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for name in sorted(theirs.keys() | mine.keys()):
-            yield from _differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
-    elif json.dumps(theirs, sort_keys=True) != json.dumps(mine, sort_keys=True):
-        yield key, theirs, mine

@@ -109,8 +109,22 @@ class Run:
         """Runs session after session until the run is over.
 
         Raises:
-            PeerError: a worker was lost and did not come back, or failed in a way that another session cannot mend.
+            PeerError: a worker was lost and did not come back, or failed in a way that another session cannot mend;
+                it says how to go on, where there is something to go on from.
         """
+        try:
+            self._through_all_sessions()
+        except PeerError as exc:
+            self.saver.settle()
+            saved = self.saver.last_saved
+            if saved is None and self.start.source is not None:
+                saved = self.start.step
+            if saved is None:
+                raise
+            again = f"the same command with checkpoint.resume=latest goes on after step {saved}"
+            raise exc.adding(again) from exc
+
+    def _through_all_sessions(self) -> None:
         recovery = Recovery(self.resolved.config.recovery)
         step, state = self.start.step, self.start.state
         for epoch in itertools.count(1):

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # checkpoints in a row that could not be written
 _LOOK_S = 0.02
+_SAY_AFTER_S = 1.0
 
 
 class Saver:
@@ -46,6 +47,34 @@ class Saver:
         self._last_at = time.monotonic()
         self.last_saved: int | None = None
 
+    def wait_for_one_before(self, step: int, session: CoordinatorSession) -> None:
+        """Before a step whose number makes a checkpoint due: waits for the one before, until it is on the disk.
+
+        So a fault costs less than two intervals of `every_steps`, however slow the disk is; a disk that takes less than
+        an interval for a checkpoint is never waited for.
+
+        Raises:
+            PeerError: a worker was lost while its state was on its way.
+        """
+        if self.store is None or not self._by_steps(step):
+            return
+        began, said = time.monotonic(), False
+        while session.is_saving() or self._is_writing():
+            if not said and time.monotonic() - began > _SAY_AFTER_S:
+                log.warning(
+                    "step %d waits for the checkpoint before it: checkpoint.every_steps=%s is less than saving takes",
+                    step,
+                    self._spec.every_steps,
+                )
+                said = True
+            _wait(session.inbox)
+
+    def _by_steps(self, step: int) -> bool:
+        return self._spec.every_steps is not None and step % self._spec.every_steps == 0
+
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
     def due(self, step: int, *, busy: bool = False) -> bool:
         """Whether a checkpoint is to be begun after this step; one that comes due during another follows at once.
 
@@ -60,11 +89,10 @@ class Saver:
             return False
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(f"{MAX_FAILURES} checkpoints in a row could not be written, see the warnings above")
-        every_steps, every_minutes = self._spec.every_steps, self._spec.every_minutes
-        by_steps = every_steps is not None and step % every_steps == 0
+        every_minutes = self._spec.every_minutes
         by_time = every_minutes is not None and time.monotonic() - self._last_at >= 60 * every_minutes
-        self._is_due = self._is_due or by_steps or by_time
-        return self._is_due and not busy and (self._writing is None or self._writing.done())
+        self._is_due = self._is_due or self._by_steps(step) or by_time
+        return self._is_due and not busy and not self._is_writing()
 
     def begin(self, step: int, shapes: Mapping[int, Mapping[str, Sequence[int]]]) -> Gathering:
         """Where the workers' state of a step is to come; it is written when all of it is there, `own_part` too.

@@ -33,6 +33,7 @@ from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, open_link
 from hetero.relay import open_relay
 from hetero.spec import RunSpec
+from hetero.transport.backoff import Backoff
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.versions import differences, versions
@@ -42,7 +43,7 @@ from hetero.wire.tensors import state_frames
 
 log = logging.getLogger(__name__)
 
-RETRY_BUSY_S = 0.3
+ANSWER_S = 0.3  # that the last attempt leaves for an answer, such as why the worker is busy
 END_S = 3.0
 
 
@@ -52,6 +53,7 @@ class _Worker:
 
     peer: Peer
     link: Link | None = None
+    backoff: Backoff = field(default_factory=Backoff)
     seen: dict[str, str] = field(default_factory=dict)
 
 
@@ -127,9 +129,9 @@ class CoordinatorSession:
             if isinstance(event, Joined):
                 break
             worker = self._workers[event.stage]
-            if time.monotonic() + RETRY_BUSY_S > give_up_at:
+            if (left := give_up_at - time.monotonic() - ANSWER_S) <= 0:
                 raise worker.peer.error(event.reason, lost=True)
-            time.sleep(RETRY_BUSY_S)
+            time.sleep(min(worker.backoff.pause_s(), left))
             self._dial(event.stage, give_up_at, key)
         for stage, welcome in event.welcomes.items():
             theirs = read_model(event.models[stage])

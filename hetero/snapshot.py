@@ -121,7 +121,9 @@ def read_snapshot(folder: Path, step: int) -> tuple[Snapshot, Manifest]:
             raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}, so it was never complete")
         manifest = read_manifest(folder / MANIFEST_FILE, step)
         for name in sorted({MANIFEST_FILE, *manifest.files} ^ set(present)):
-            fault = "is missing" if name in manifest.files else f"is not in {MANIFEST_FILE} and does not belong here"
+            fault = "is missing"
+            if name not in manifest.files:
+                fault = f"is not in {MANIFEST_FILE} and does not belong here: move it away"
             raise CheckpointError(f"{folder / name}: {fault}")
         tensors: dict[str, torch.Tensor] = {}
         for name, part in sorted(manifest.files.items()):
@@ -145,7 +147,7 @@ def read_manifest(file: Path, step: int) -> Manifest:
         if plain.get("format") != FORMAT:
             raise CheckpointError(f"{file}: must be of format {FORMAT}, got {plain.get('format')!r}")
         manifest = msgspec.convert(plain, Manifest)
-    except (ValueError, RecursionError) as exc:  # that of msgspec is a ValueError
+    except ValueError as exc:  # that of msgspec is one too
         raise CheckpointError(f"{file}: is damaged: {one_line(exc)}") from exc
     if manifest.step != step:
         raise CheckpointError(f"{file}: must be of step {step}, got {manifest.step}")
@@ -192,11 +194,18 @@ def _sealed(plain: dict[str, Any]) -> bytes:
 
 
 def _unsealed(raw: bytes) -> dict[str, Any]:
-    plain = json.loads(raw)
+    try:
+        plain = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ValueError("it is no JSON any more") from None
     if not isinstance(plain, dict):
         raise ValueError("it must hold a JSON object")
     plain.pop("sha256", None)
-    if _sealed(plain) != raw:
+    try:
+        whole = _sealed(plain) == raw
+    except (ValueError, RecursionError):  # a number that is not finite
+        whole = False
+    if not whole:
         raise ValueError("its content is not the one that its digest is of")
     return plain
 

@@ -150,14 +150,18 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: Literal["none", "layer", "stage"] = "none"
 
 
+_RESUME = {"remedy": "latest, a step number, a run's folder or a step's; null starts at step 0"}
+_NO_CHECKPOINTS = {"remedy": "null leaves it out, checkpoint=none switches checkpoints off"}
+
+
 class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """How often everything that a run has learned is saved, where, and from where it goes on."""
 
-    every_steps: AtLeast1 | None = None
-    every_minutes: Annotated[float, Meta(gt=0)] | None = None
-    keep_last: Annotated[int, Meta(ge=2)] = 2
+    every_steps: Annotated[int, Meta(ge=1, extra=_NO_CHECKPOINTS)] | None = None
+    every_minutes: Annotated[float, Meta(gt=0, extra=_NO_CHECKPOINTS)] | None = None
+    keep_last: Annotated[int, Meta(ge=2, extra={"remedy": "2 keeps the one before until the next is whole"})] = 2
     dir: str | None = None
-    resume: AtLeast0 | Name | None = None
+    resume: Annotated[int, Meta(ge=0, extra=_RESUME)] | Name | None = None
 
     def is_on(self) -> bool:
         """Whether checkpoints are written."""
@@ -167,7 +171,7 @@ class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class RecoverySpec(Struct, frozen=True, forbid_unknown_fields=True):
     """What becomes of a run that loses a machine."""
 
-    wait_s: Annotated[float, Meta(ge=0)] = 0.0
+    wait_s: Annotated[float, Meta(ge=0, extra={"remedy": "recovery=none lets a lost machine end the run"})] = 0.0
     replan: bool = False
     stuck_s: Seconds = 120.0
 

@@ -27,7 +27,9 @@ from typing import Any
 
 TESTS = Path(__file__).parent
 NETWORK = "HETERO_TEST_NETWORK"  # a network namespace for the child
-_CLONE_NEWNET = 0x40000000
+MACHINE = "HETERO_TEST_MACHINE"  # a host name, and files in the place of /etc/hosts and /etc/resolv.conf, as JSON
+_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PRELOADED = (
     "encodings.idna",
     "hetero.coordinate",
@@ -227,6 +229,8 @@ def _run(message: dict[str, Any]) -> int:
     os.environ.update(message["env"])
     if space := message["env"].get(NETWORK):
         _enter(space)
+    if machine := message["env"].get(MACHINE):
+        _settle(*json.loads(machine))
     sys.argv = [str(TESTS.parent / f"{message['script']}.py"), *message["args"]]
     from hetero import failpoints
 
@@ -243,6 +247,24 @@ def _enter(space: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns {space}")
+
+
+def _settle(name: str, hosts: str, name_servers: str) -> None:
+    """From now on this process has a host name and name services of its own."""
+    import ctypes
+    import socket
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *args: object) -> None:
+        if getattr(libc, function)(*args):
+            raise OSError(ctypes.get_errno(), f"{function} {args}")
+
+    call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
+    call("mount", None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    for own, usual in ((hosts, "/etc/hosts"), (name_servers, "/etc/resolv.conf")):
+        call("mount", own.encode(), usual.encode(), None, ctypes.c_ulong(_MS_BIND), None)
+    socket.sethostname(name)
 
 
 def _die_with(parent: int) -> None:

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,12 +29,14 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from forkserver import MACHINE, NETWORK, Child, ForkServer
 from processes import REPO, START_S, Outcome, Running, environment
 
 T = TypeVar("T")
 
 CARD = "eth0"
 _CLONE_NEWNET = 0x40000000
+_ETC = ("hosts", "resolv.conf")  # in the folder of all machines
 # A name and name services of the machine's own, then the command in this process's place.
 _ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && mount --bind "$2" /etc/resolv.conf && shift 2 && exec "$@"'
 
@@ -52,6 +57,33 @@ def why_not() -> str | None:
 
 
 @dataclass
+class Forked:
+    """A script in a forked process, used as `Running` is."""
+
+    child: Child
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.child.text
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """Waits until it has printed what matches."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, self.text)):
+            ended = self.child.code() is not None and not re.search(pattern, self.text)
+            assert not ended and time.monotonic() < deadline, f"no {pattern!r} within {timeout_s} s in:\n{self.text}"
+            time.sleep(0.02)
+        return found
+
+    def wait(self, timeout_s: float = START_S) -> Outcome:
+        """Waits until it has ended."""
+        code = self.child.wait(timeout_s)
+        return Outcome(code, self.text, time.monotonic() - self.began)
+
+
+@dataclass
 class Machine:
     """A network namespace that stands for a machine.
 
@@ -60,12 +92,15 @@ class Machine:
         space: the namespace.
         folder: its HOME and what it writes.
         addresses: on its network cards eth0, eth1, ...
+        server: forks `train.py` and `worker.py`, so that they start in no time; None: they are started as usual.
     """
 
     name: str
     space: str
     folder: Path
     addresses: list[str] = field(default_factory=list)
+    server: ForkServer | None = None
+    _logs: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def host(self) -> str:
@@ -88,7 +123,7 @@ class Machine:
     def command(self, *argv: str) -> list[str]:
         """What runs a command on it; `python` is the one of the tests."""
         words = [sys.executable if index == 0 and word == "python" else word for index, word in enumerate(argv)]
-        files = [str(self.folder.parent / "hosts"), str(self.folder.parent / "resolv.conf")]
+        files = [str(self.folder.parent / name) for name in _ETC]
         enter = ["ip", "netns", "exec", self.space, "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
         return [*enter, self.name, *files, *words]
 
@@ -104,6 +139,9 @@ class Machine:
             typed: what standard input holds.
             timeout_s: how long it may take.
         """
+        if self._forks(argv):
+            with self.started(*argv) as running:
+                return running.wait(timeout_s)
         began = time.monotonic()
         done = subprocess.run(
             self.command(*argv),
@@ -120,13 +158,31 @@ class Machine:
         return Outcome(done.returncode, done.stdout, time.monotonic() - began)
 
     @contextlib.contextmanager
-    def started(self, *argv: str) -> Iterator[Running]:
+    def started(self, *argv: str) -> Iterator[Running | Forked]:
         """Lends a command that runs in the checkout."""
+        if self._forks(argv):
+            forked = Forked(self._fork(argv[1].removesuffix(".py"), *argv[2:]))
+            try:
+                yield forked
+            finally:
+                forked.child.kill()
+            return
         running = Running(self.command(*argv), cwd=REPO, env=self._environment)
         try:
             yield running
         finally:
             running.end()
+
+    def _forks(self, argv: Sequence[str]) -> bool:
+        return self.server is not None and argv[0] == "python" and argv[1] in ("train.py", "worker.py")
+
+    def _fork(self, script: str, *args: str) -> Child:
+        assert self.server is not None
+        files = [str(self.folder.parent / name) for name in _ETC]
+        own = {NETWORK: self.space, MACHINE: json.dumps([self.name, *files])}
+        log = self.folder / f"{next(self._logs)}-{script}.log"
+        log.touch()  # so that it can be read at once
+        return self.server.start(script, *args, log=log, env=self._environment | own)
 
     def inside(self, act: Callable[[], T]) -> T:
         """Does something on a thread of this process that has entered the machine's network; sockets stay there."""
@@ -169,7 +225,9 @@ _TBF = ("burst", "128kb", "latency", "50ms")
 
 
 @contextlib.contextmanager
-def lan(folder: Path, *names: str, prefix: str = "192.0.2", local_names: bool = True) -> Iterator[list[Machine]]:
+def lan(
+    folder: Path, *names: str, prefix: str = "192.0.2", local_names: bool = True, server: ForkServer | None = None
+) -> Iterator[list[Machine]]:
     """Lends machines on one switch, with the addresses .1, .2, ... in the order of their names.
 
     Args:
@@ -177,8 +235,9 @@ def lan(folder: Path, *names: str, prefix: str = "192.0.2", local_names: bool = 
         names: of the machines.
         prefix: the first three numbers of their addresses.
         local_names: `name.local` leads to each, as by mDNS.
+        server: forks their scripts; None: they are started as usual.
     """
-    with _machines(folder, names) as machines, _space("switch") as switch:
+    with _machines(folder, names, server) as machines, _space("switch") as switch:
         _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _call("ip", "-n", switch, "link", "set", "br0", "up")
         for number, machine in enumerate(machines, 1):
@@ -190,9 +249,20 @@ def lan(folder: Path, *names: str, prefix: str = "192.0.2", local_names: bool = 
 
 
 @contextlib.contextmanager
-def apart(folder: Path) -> Iterator[list[Machine]]:
+def twin(machine: Machine) -> Iterator[Machine]:
+    """Lends a machine with the first address of another, on its `lan`'s switch: its replacement, or a conflict."""
+    with _machines(machine.folder.parent, [f"{machine.name}-twin"]) as (other,):
+        _cable(other, _space_of("switch"), "port-twin")
+        _call("ip", "-n", _space_of("switch"), "link", "set", "port-twin", "master", "br0", "up")
+        other.tool("sh", "-c", f"echo 1 > /proc/sys/net/ipv4/conf/{CARD}/arp_notify")  # it announces its address
+        _assign(other, machine.host)
+        yield other
+
+
+@contextlib.contextmanager
+def apart(folder: Path, server: ForkServer | None = None) -> Iterator[list[Machine]]:
     """Lends a, b and c: a has a line to each of the others, which cannot reach one another."""
-    with _machines(folder, ("a", "b", "c")) as machines:
+    with _machines(folder, ("a", "b", "c"), server) as machines:
         a = machines[0]
         for number, (other, prefix) in enumerate(zip(machines[1:], ("192.0.2", "198.51.100"), strict=True)):
             _cable(other, a.space, f"eth{number}")
@@ -204,12 +274,12 @@ def apart(folder: Path) -> Iterator[list[Machine]]:
 
 
 @contextlib.contextmanager
-def _machines(folder: Path, names: Sequence[str]) -> Iterator[list[Machine]]:
+def _machines(folder: Path, names: Sequence[str], server: ForkServer | None = None) -> Iterator[list[Machine]]:
     """Machines without a network."""
     with contextlib.ExitStack() as stack:
         machines = []
         for name in names:
-            machine = Machine(name, stack.enter_context(_space(name)), folder / name)
+            machine = Machine(name, stack.enter_context(_space(name)), folder / name, server=server)
             machine.folder.mkdir(parents=True)
             machine.ip("link", "set", "lo", "up")
             machines.append(machine)
@@ -218,12 +288,16 @@ def _machines(folder: Path, names: Sequence[str]) -> Iterator[list[Machine]]:
 
 @contextlib.contextmanager
 def _space(name: str) -> Iterator[str]:
-    space = f"hetero-{os.getpid()}-{name}"
+    space = _space_of(name)
     _call("ip", "netns", "add", space)
     try:
         yield space
     finally:
         _call("ip", "netns", "del", space)
+
+
+def _space_of(name: str) -> str:
+    return f"hetero-{os.getpid()}-{name}"
 
 
 def _cable(machine: Machine, far: str, far_card: str) -> None:

@@ -66,8 +66,6 @@ class Simulation:
         self.replayed: set[tuple[str, int]] = set()  # sessions in which a frame came twice
         self.run_numbers = itertools.count(1)
         self.over = False
-        self.saves: dict[int, int] = {}  # begun and not written -> how many steps have ended since
-        self.waited: dict[int, int] = {}  # written -> how many steps ended meanwhile
         self.sessions = self.max_lost = 0
         self._left = self.rng.randint(0, max_faults)
         self._next_fault = 0

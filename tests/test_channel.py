@@ -153,6 +153,26 @@ def test_peer_that_is_gone_ends_the_stream(kind: str) -> None:
         assert other.receive_into(memoryview(bytearray(10))) == 0
 
 
+@pytest.mark.parametrize(("dialler", "arrives"), [(True, 0), (True, 100), (False, 0), (False, 100), (False, 1 << 16)])
+def test_peer_that_gives_up_during_the_handshake_is_gone_and_not_called_a_stranger(dialler: bool, arrives: int) -> None:
+    """What a worker finds when it wakes that was frozen while its coordinator dialled it: a ClientHello and the end."""
+    left, right = socket.socketpair()
+    channel, peer = TlsChannel(left, IDENTITY, dialler=dialler), TlsChannel(right, IDENTITY, dialler=not dialler)
+    try:
+        if dialler:
+            channel.handshake()
+        peer.handshake()
+        right.sendall(left.recv(1 << 16)[:arrives])  # its first words, as far as they arrive
+        right.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerError) as caught:
+            channel.handshake()
+        assert str(caught.value) == "the peer: closed the connection before the handshake ended"
+        assert caught.value.lost
+    finally:
+        left.close()
+        right.close()
+
+
 def test_bytes_that_are_decrypted_already_are_told_of() -> None:
     """A record of 16 KiB comes whole; a wait on the socket would never tell of the rest."""
     with channels("tls") as (one, other):

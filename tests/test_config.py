@@ -65,6 +65,12 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["loop.steps=-1"], r"loop\.steps must be .*>= 0, got -1"),
     (["loop.steps=null"], r"loop must give steps or epochs"),
     (["loop.epochs=2"], r"loop must give steps or epochs .* got 150 and 2"),
+    (["checkpoint.every_steps=0"], r"checkpoint\.every_steps must be int >= 1, got 0; null .*checkpoint=none"),
+    (["checkpoint.every_minutes=0"], r"checkpoint\.every_minutes must be float > 0\S*, got 0; null .*checkpoint=none"),
+    (["checkpoint.keep_last=1"], r"checkpoint\.keep_last must be int >= 2, got 1; 2 keeps the one before"),
+    (["checkpoint.resume=-1"], r"checkpoint\.resume must be int >= 0, got -1; latest, a step number, .*null"),
+    (["checkpoint.resume="], r"checkpoint\.resume must be "),
+    (["recovery.wait_s=-1"], r"recovery\.wait_s must be float >= 0\S*, got -1; recovery=none"),
     (["seed=-1"], r"seed must be int >= 0, got -1"),
     (["role=chief"], r"role must be one of auto, coordinator, worker, got 'chief'"),
     (["role=worker"], r"role must be auto or coordinator where hardware\.launch is local, got 'worker'"),
@@ -180,6 +186,11 @@ def test_refused_run_leaves_no_folder_but_takes_nothing_else_away(tmp_path: Path
     assert run_here("train", "-m", *bad, "seed=1,2").code == 2
     logs = sorted((tmp_path / "out").glob("multirun/*/*/*/train.log"))
     assert len(logs) == 2 and all("loop.steps must be" in log.read_text(encoding="utf-8") for log in logs)
+
+
+def test_overrides_may_stand_on_both_sides_of_the_option_for_a_sweep(tmp_path: Path) -> None:
+    outcome = run_here("train", f"outputs={tmp_path}", "loop.steps=-1", "-m", "seed=1,2")
+    assert outcome.code == 2 and outcome.text.count("error: loop.steps must be ") == 2, outcome.text
 
 
 def test_known_model_plan_brings_its_model_and_adapter_and_the_command_line_wins() -> None:

@@ -31,7 +31,7 @@ def frozen(ships: Fleet, place: str, silence_s: float) -> tuple[Process, Process
         (SILENCE_S, "worker.forward_done@9"),
         pytest.param(SILENCE_S, "worker.decision_here@5", marks=pytest.mark.by_hand),
         pytest.param(SILENCE_S, "worker.state_taken@1", marks=pytest.mark.by_hand),
-        pytest.param(SILENCE_S, "worker.welcomed@1", marks=pytest.mark.by_hand),
+        pytest.param(SILENCE_S, "worker.built@1", marks=pytest.mark.by_hand),
         pytest.param(15, "worker.forward_done@9", marks=pytest.mark.by_hand),
     ],
 )
@@ -40,7 +40,7 @@ def test_frozen_worker_is_noticed_at_both_ends_and_goes_on_when_it_wakes(
 ) -> None:
     """Case F04; what it still had in mind when it froze changes nothing."""
     train, first, last, froze_at = frozen(ships, place, silence_s)
-    step = r" in step \d+" if "welcomed" not in place else ""
+    step = r" in step \d+" if "built" not in place else ""
     where = rf"stage 2 at 127\.0\.0\.1:{last.port}{step}: silent for {silence_s} s \(transport\.io_timeout_s\)"
     train.wait_for(rf"{where}; everyone goes back from step \d+ to step \d+")
     first.wait_for(rf"run \w+(:| ended:) stage 2 at 127\.0\.0\.1:{last.port}.*silent for {silence_s} s")
@@ -91,13 +91,17 @@ def test_killed_worker_is_noticed_at_once_at_both_ends(ships: Fleet) -> None:
 def test_slow_forward_of_a_healthy_worker_is_waited_for(
     ships: Fleet, undisturbed: bytes, sleep_s: float, silence_s: float
 ) -> None:
-    """G9: longer than a peer may be silent."""
+    """G9: longer than a peer may be silent; that it is slower than usual is said, and no more."""
     workers = [ships.worker(), ships.worker()]
     once = ships.folder / "slept"
-    sleep = [SLEEPY, "+stage.where=1", "+stage.step=5", f"+stage.s={sleep_s}", f"+stage.once={once}"]
+    sleep = [SLEEPY, "+stage.where=1", "+stage.step=6", f"+stage.s={sleep_s}", f"+stage.once={once}"]
     train = ships.train("out", workers, *sleep, f"transport.io_timeout_s={silence_s}")
     assert train.wait() == 0, train.text
     assert once.exists() and "goes back" not in train.text
+    (line,) = re.findall(
+        r"stage (\S+) is slow: it computed for ([\d.]+) s in step (\d+), and for ([\d.]+) s usually", train.text
+    )
+    assert line[0] == "w1" and float(line[1]) >= sleep_s and line[2] == "6" and float(line[3]) < sleep_s / 3
     assert max(record["step_time_s"] for record in metrics(train.outputs / "run")) > sleep_s
     assert adapter_of(train.outputs) == undisturbed
 

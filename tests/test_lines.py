@@ -106,3 +106,32 @@ def test_line_that_breaks_is_noticed_at_both_ends_and_gone_on_with_when_it_is_ba
     assert adapter_of(train.outputs) == undisturbed
     for worker in (first, last):
         worker.wait_for(r"run \w+ ended: finished", 10)
+
+
+@pytest.mark.by_hand
+def test_machine_that_wakes_beside_another_one_with_its_address_changes_nothing(
+    ships: Fleet, undisturbed: bytes, machines: list[Machine]
+) -> None:
+    """G20: frozen and off the network, replaced, then back: packets go to the one or the other, as ARP has it."""
+    a, b, c = machines
+    ships.network = b.space
+    first = ships.worker(args=[f"worker.host={b.host}"])
+    ships.network = c.space
+    old = ships.worker("worker.backward_done@9@SIGSTOP", args=[f"worker.host={c.host}"])
+    ships.network = a.space
+    train = ships.train("out", [first, old], f"transport.io_timeout_s={SILENCE_S}", SLOW)
+    old.wait_stopped()
+    c.ip("link", "set", CARD, "down")
+    with netns.twin(c) as d:
+        ships.network = d.space
+        new = ships.worker(port=old.port, args=[f"worker.host={d.host}"])
+        mark = train.wait_for(r"everyone goes back from step 4 to step 3").end()
+        train.wait_for(r"step 5/", after=mark)
+        c.ip("link", "set", CARD, "up")
+        old.send(signal.SIGCONT)
+        old.wait_for(r"run \w+(:| ended:) ")
+        assert train.wait() == 0, train.text
+        assert adapter_of(train.outputs) == undisturbed
+        for worker in (first, new):
+            worker.wait_for(r"run \w+ ended: finished", 10)
+        assert old.child.code() is None  # it listens again

@@ -13,7 +13,8 @@ from typing import Any
 
 import netns
 import pytest
-from netns import Machine
+from forkserver import ForkServer
+from netns import Forked, Machine
 from processes import END_S, Outcome, Running, metrics, train_here
 
 from hetero.errors import PeerError
@@ -63,14 +64,14 @@ def pair(first: Machine, *others: Machine) -> None:
 
 
 @contextlib.contextmanager
-def worker(machine: Machine, *args: str) -> Iterator[Running]:
+def worker(machine: Machine, *args: str) -> Iterator[Running | Forked]:
     """Lends a worker that listens, started as the README says."""
     with machine.started("python", "worker.py", f"outputs={machine.outputs}", *args) as running:
         running.wait_for(r"on the coordinator: .*\n")
         yield running
 
 
-def command_of(running: Running) -> list[str]:
+def command_of(running: Running | Forked) -> list[str]:
     """The command that a worker printed for the coordinator."""
     return shlex.split(running.wait_for(r"on the coordinator: (.*)\n")[1])
 
@@ -171,8 +172,8 @@ def test_machines_that_are_not_paired_say_how_to_pair(tmp_path: Path) -> None:
         assert text.startswith(f"stage 1 at {b.host}:{PORT}: no connection within 1 s (connection refused)")
 
 
-def test_machine_of_another_group_is_refused_on_both_sides(tmp_path: Path, alone: Expected) -> None:
-    with netns.lan(tmp_path, "a", "b") as (a, b):
+def test_machine_of_another_group_is_refused_on_both_sides(tmp_path: Path, server: ForkServer, alone: Expected) -> None:
+    with netns.lan(tmp_path, "a", "b", server=server) as (a, b):
         pair(a)
         pair(b)
         with worker(b) as running:
@@ -200,11 +201,11 @@ def code_of(machine: Machine) -> str:
     return str(machine.run("python", "-m", "hetero.pair").text.splitlines()[2]) + "\n"
 
 
-def test_one_file_of_hardware_tells_every_machine_its_part(tmp_path: Path, alone: Expected) -> None:
+def test_one_file_of_hardware_tells_every_machine_its_part(tmp_path: Path, server: ForkServer, alone: Expected) -> None:
     """The same command on both: a file of the user's own names the machines, and `role=auto` finds them."""
     conf = tmp_path / "conf"
     (conf / "hardware").mkdir(parents=True)
-    with netns.lan(tmp_path, "a", "b") as (a, b):
+    with netns.lan(tmp_path, "a", "b", server=server) as (a, b):
         workers = [{"id": "box", "host": b.host, "port": 9998, "device": "cpu"}]
         home = {"coordinator": {"host": a.host, "device": "cpu"}, "workers": workers, "launch": "none"}
         (conf / "hardware" / "home.yaml").write_text(json.dumps(home), encoding="utf-8")
@@ -219,8 +220,10 @@ def test_one_file_of_hardware_tells_every_machine_its_part(tmp_path: Path, alone
 # ---- three machines
 
 
-def test_three_machines_on_one_network_train_as_chain_and_as_star(tmp_path: Path, alone: Expected) -> None:
-    with netns.lan(tmp_path, "a", "b", "c") as (a, b, c):
+def test_three_machines_on_one_network_train_as_chain_and_as_star(
+    tmp_path: Path, server: ForkServer, alone: Expected
+) -> None:
+    with netns.lan(tmp_path, "a", "b", "c", server=server) as (a, b, c):
         pair(a, b, c)
         with worker(b), worker(c):
             assert_same(*train(a, entries(b, c), *THREE), alone(THREE))
@@ -228,8 +231,10 @@ def test_three_machines_on_one_network_train_as_chain_and_as_star(tmp_path: Path
 
 
 @pytest.mark.parametrize("reason", ["network is unreachable", "timed out"])
-def test_workers_that_cannot_reach_one_another_train_as_star(tmp_path: Path, alone: Expected, reason: str) -> None:
-    with netns.apart(tmp_path) as (a, b, c):
+def test_workers_that_cannot_reach_one_another_train_as_star(
+    tmp_path: Path, server: ForkServer, alone: Expected, reason: str
+) -> None:
+    with netns.apart(tmp_path, server) as (a, b, c):
         if reason == "timed out":  # a router that drops what it does not forward
             b.ip("route", "add", "default", "via", a.addresses[0])
         pair(a, b, c)
@@ -285,11 +290,11 @@ def test_each_way_not_to_connect_is_told_with_its_reason_in_time(tmp_path: Path,
 
 
 def test_line_that_breaks_ends_the_run_at_both_ends_and_the_worker_serves_again(
-    tmp_path: Path, alone: Expected
+    tmp_path: Path, server: ForkServer, alone: Expected
 ) -> None:
     """Case F04: a card that goes down says nothing to anyone."""
     silence_s = 4
-    with netns.lan(tmp_path, "a", "b") as (a, b):
+    with netns.lan(tmp_path, "a", "b", server=server) as (a, b):
         pair(a, b)
         with worker(b) as running:
             args = ["recovery=none", f"transport.io_timeout_s={silence_s}", f"outputs={a.outputs}"]
@@ -306,10 +311,10 @@ def test_line_that_breaks_ends_the_run_at_both_ends_and_the_worker_serves_again(
             assert_same(*train(a, entries(b), *QUICK), alone(QUICK))
 
 
-def test_firewall_that_drops_in_the_middle_of_a_run_is_noticed_at_both_ends(tmp_path: Path) -> None:
+def test_firewall_that_drops_in_the_middle_of_a_run_is_noticed_at_both_ends(tmp_path: Path, server: ForkServer) -> None:
     """As above, in one direction only: what b sends arrives, what a sends does not."""
     silence_s = 4
-    with netns.lan(tmp_path, "a", "b") as (a, b):
+    with netns.lan(tmp_path, "a", "b", server=server) as (a, b):
         pair(a, b)
         with worker(b) as running:
             args = ["recovery=none", f"transport.io_timeout_s={silence_s}", f"outputs={a.outputs}"]
@@ -322,10 +327,10 @@ def test_firewall_that_drops_in_the_middle_of_a_run_is_noticed_at_both_ends(tmp_
                 error_of(training.wait(silence_s + END_S))
 
 
-def test_slow_line_makes_a_run_slow_and_does_not_end_it(tmp_path: Path, alone: Expected) -> None:
+def test_slow_line_makes_a_run_slow_and_does_not_end_it(tmp_path: Path, server: ForkServer, alone: Expected) -> None:
     """A message takes longer than a peer may be silent: 10 MiB at 20 Mbit/s are 4 s."""
     wide = ["loop.steps=1", "loop.batch_size=160", "loop.microbatch_size=160", "data.max_length=128"]
-    with netns.lan(tmp_path, "a", "b") as (a, b):
+    with netns.lan(tmp_path, "a", "b", server=server) as (a, b):
         pair(a, b)
         for machine in (a, b):
             machine.shape("20mbit")

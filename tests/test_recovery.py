@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fleet import Fleet, Process, adapter_of, checkpoints_of
+from forwarding import forwarded
 from msgspec.structs import replace
 from peers import wait_until
 from pipeline import make_spec
@@ -78,6 +80,32 @@ def test_killed_local_worker_is_started_again(ships: Fleet, tmp_path: Path) -> N
     assert adapter_of(tmp_path) == (tmp_path / "alone" / "adapter/adapter_model.safetensors").read_bytes()
 
 
+def test_frozen_worker_that_wakes_beside_its_replacement_changes_nothing(ships: Fleet, undisturbed: bytes) -> None:
+    """G20: one address that leads to the old one and then to the new one, as after a machine was replaced.
+
+    What the old one says when it wakes is about the step that its replacement is in just then.
+    """
+    first, old = ships.worker(), ships.worker(f"{MID_STEP}@SIGSTOP")
+    with forwarded(old.port) as address:
+        train = ships.train(
+            "out", [first, dataclasses.replace(old, port=address.port)], "transport.io_timeout_s=2", SLOW
+        )
+        old.wait_stopped()
+        new = ships.worker()
+        address.leads_to = new.port
+        mark = train.wait_for(r"everyone goes back from step 4 to step 3").end()
+        train.wait_for(r"step 4/", after=mark)
+        old.send(signal.SIGCONT)
+        old.wait_for(r"run \w+(:| ended:) ")
+        assert train.wait() == 0, train.text
+        assert train.text.count("everyone goes back") == 1
+        assert adapter_of(train.outputs) == undisturbed
+        new.wait_for(r"run \w+ ended: finished")
+        for worker in (first, old, new):
+            worker.assert_idle()
+    assert ships.train("next", [first, old]).wait() == 0
+
+
 # ---- it does not
 
 
@@ -102,6 +130,7 @@ def test_without_recovery_a_lost_worker_ends_the_run_by_name(ships: Fleet) -> No
     assert train.wait() == 1
     assert re.match(rf"stage 2 at 127\.0\.0\.1:{last.port} in step 5: ", error_of(train)), train.text
     assert checkpoints_of(train.outputs) == [3]
+    assert error_of(train).endswith("; the same command with checkpoint.resume=latest goes on after step 3"), train.text
     first.assert_idle()
 
 

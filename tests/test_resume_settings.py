@@ -21,7 +21,15 @@ from threads import hardware_of, worker_threads
 from hetero.checkpoint import Snapshot
 from hetero.errors import ConfigError
 from hetero.optim import learning_rate
-from hetero.resume import about_of, check_model, check_settings, check_tensors, settings_of
+from hetero.resume_settings import (
+    about_of,
+    check_model,
+    check_settings,
+    check_steps,
+    check_tensors,
+    say_what_differs,
+    settings_of,
+)
 from hetero.spec import LrScheduleSpec, ObjectSpec, RunSpec, ScheduleSpec
 
 FOLDER = Path("/run/checkpoints")
@@ -36,7 +44,10 @@ def check(before: RunSpec, now: RunSpec, *, data: str = "a" * 64, shuffle: bool 
     """Goes on after step 4 of one with the other, whose data may differ too."""
     about = about_of(before, "1", FOLDER.parent, settings_of(before, "a" * 64, True), {}, {})
     about = json.loads(json.dumps(about))  # as it comes from the disk
-    check_settings(Snapshot(4, {}, about), FOLDER, settings_of(now, data, shuffle), now)
+    snapshot = Snapshot(4, {}, about)
+    check_settings(snapshot, FOLDER, settings_of(now, data, shuffle))
+    check_steps(snapshot, now.total_steps)
+    say_what_differs(snapshot, now)
 
 
 def changed(spec: RunSpec, key: str, value: Any) -> RunSpec:

@@ -181,7 +181,7 @@ def test_full_disk_is_said_and_the_run_goes_on(tmp_path: Path, args: list[str], 
     for step in (4, 6):
         assert f"the checkpoint of step {step} could not be written: {checkpoints}" in outcome.text
     assert "No space left on device; the previous checkpoint is untouched" in outcome.text
-    assert list(checkpoints.iterdir()) == []
+    assert not checkpoints.exists()
     train_here(tmp_path / "room", *args, SINGLE, "loop.steps=6")
     adapters = [load_file(run / "adapter" / "adapter_model.safetensors") for run in (run_dir, tmp_path / "room")]
     assert_equal(*adapters)

@@ -7,7 +7,9 @@ import pytest
 from peers import DEADLINE_S, EXAMPLES, Events, wait_until
 
 from hetero.errors import ConfigError, PeerError
+from hetero.transport import tcp
 from hetero.transport.addresses import bare_host
+from hetero.transport.backoff import Backoff
 from hetero.transport.identity import identity_of
 from hetero.transport.listening import listen
 from hetero.transport.tcp import TcpTransport, tune
@@ -195,6 +197,40 @@ def test_worker_may_start_after_the_coordinator() -> None:
         thread.join(DEADLINE_S)
     assert not thread.is_alive() and found
     found[0].close()
+
+
+def test_pauses_between_attempts_double_up_to_a_cap_and_are_shortened_at_random_by_up_to_a_half() -> None:
+    longest = [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
+    for uniform, share in ((0.0, 1.0), (0.5, 0.75), (1.0 - 2**-53, 0.5)):
+        backoff = Backoff(0.25, 1.5, lambda number=uniform: number)  # type: ignore[misc]
+        assert [backoff.pause_s() for _ in longest] == pytest.approx([s * share for s in longest])
+
+
+def test_two_that_lost_the_same_peer_dial_it_again_at_different_times() -> None:
+    pauses = [[backoff.pause_s() for _ in range(8)] for backoff in (Backoff(), Backoff())]
+    assert not set(pauses[0]) & set(pauses[1])
+    assert max(max(pauses, key=max)) <= 1.0
+
+
+@pytest.mark.parametrize("pauses", [[0.1, 0.2, 0.3, 60.0], [0.6, 60.0]])
+def test_worker_that_does_not_listen_is_dialled_again_after_each_pause_and_once_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    now, tried, port = [100.0], [], free_port()
+
+    def refuse(*_: object, **__: object) -> None:
+        tried.append(now[0])
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(tcp.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(tcp.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    backoff = Backoff()
+    monkeypatch.setattr(backoff, "pause_s", iter(pauses).__next__)
+    with pytest.raises(PeerError, match=r"no connection within 1 s \(connection refused\)"):
+        TcpTransport(connect_timeout_s=1).dial("127.0.0.1", port, stage=1, backoff=backoff)
+    expected = [100.0 + sum(pauses[:n]) for n in range(len(pauses))]
+    assert tried == pytest.approx([*expected, 101.0])
 
 
 @pytest.mark.parametrize("give_up_at", [0.0, 1.0])

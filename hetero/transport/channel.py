@@ -24,7 +24,7 @@ class Channel(Protocol):
         """Goes on with the opening: None when it is done, True while it waits to write, False to read.
 
         Raises:
-            PeerError: the peer is not a member of this group.
+            PeerError: the peer is not a member of this group, or has closed the connection.
         """
 
     def receive_into(self, buffer: memoryview) -> int | None:
@@ -121,13 +121,14 @@ class TlsChannel:
                         return True
                     if not self._fetch(_RECORD_BYTES):
                         return False
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as exc:  # no word against this side's secret, so no advice
+            raise PeerError("closed the connection before the handshake ended", lost=True) from exc
         except ssl.SSLError as exc:
             with contextlib.suppress(OSError):
                 self._flush()  # the alert
             raise PeerError(
                 f"could not prove to be a member of this group ({_reason(exc)}); pair it: python -m hetero.pair shows "
-                "the code, python -m hetero.pair join --new takes it; then start the worker again",
-                lost=isinstance(exc, ssl.SSLEOFError),
+                "the code, python -m hetero.pair join --new takes it; then start the worker again"
             ) from exc
         self._identity.check_peer(self._tls)
         self._flush()

@@ -11,6 +11,7 @@ import time
 
 from hetero.errors import LocalProtocolError, PeerError
 from hetero.transport.addresses import bare_host
+from hetero.transport.backoff import Backoff
 from hetero.transport.channel import TlsChannel
 from hetero.transport.identity import Identity
 from hetero.transport.link import Deliver
@@ -19,7 +20,7 @@ from hetero.wire.protocol import Connection
 from hetero.wire.tensors import BufferPool
 
 ADVICE = "is worker.py running there (transport.connect_timeout_s)?"
-_RETRY_S = 0.2
+_LAST_TRY_S = 0.05
 _ATTEMPT_S = 5.0  # the kernel asks again after 1, 2, 4, .. 64 s: too seldom for a line that comes back
 
 
@@ -66,9 +67,16 @@ class TcpTransport:
         return Connection(dialler=dialler, allocate=self._pool.take, max_frame_bytes=self.max_frame_bytes)
 
     def dial(
-        self, host: str, port: int, *, stage: int, give_up_at: float | None = None, advice: str = ADVICE
+        self,
+        host: str,
+        port: int,
+        *,
+        stage: int,
+        give_up_at: float | None = None,
+        advice: str = ADVICE,
+        backoff: Backoff | None = None,
     ) -> socket.socket:
-        """Connects, again and again while the other side does not listen yet.
+        """Connects, again and again while the other side does not listen yet, in growing intervals.
 
         Args:
             host: a name or an address, IPv4 or IPv6, brackets allowed.
@@ -76,21 +84,23 @@ class TcpTransport:
             stage: the stage that is dialled, for the message.
             give_up_at: `time.monotonic()` value that ends the attempts; connect_timeout_s from now if None.
             advice: what may help where there is no connection.
+            backoff: the pauses between attempts; new ones if None.
 
         Raises:
             PeerError: no connection within the time, or a name that nobody knows.
         """
         began = time.monotonic()
         deadline = began + self.connect_timeout_s if give_up_at is None else give_up_at
+        backoff = backoff or Backoff()
         while True:
             try:
-                left = max(0.05, deadline - time.monotonic())
+                left = max(_LAST_TRY_S, deadline - time.monotonic())
                 sock = socket.create_connection((bare_host(host), port), timeout=min(_ATTEMPT_S, left))
                 break
             except (socket.gaierror, UnicodeError) as exc:
                 raise PeerError(f"the name {host!r} cannot be resolved", stage=stage, host=host, port=port) from exc
             except OSError as exc:
-                if time.monotonic() + _RETRY_S >= deadline:
+                if (left := deadline - time.monotonic()) <= 0:
                     raise PeerError(
                         f"no connection within {round(deadline - began, 1):g} s ({_reason(exc)}); {advice}",
                         stage=stage,
@@ -98,7 +108,7 @@ class TcpTransport:
                         port=port,
                         lost=True,
                     ) from exc
-                time.sleep(_RETRY_S)
+                time.sleep(min(backoff.pause_s(), left))
         tune(sock)
         return sock
 
