@@ -41,7 +41,7 @@ class Family:
         layers_give_tuples: a layer returns its hidden states as the first of a tuple.
         eager_only: transformers has no other attention for it.
         logits_multiplied_by, logits_divided_by, logits_capped_at: keys of its configuration for what follows the head.
-        linear_modules: names of the linear modules of a layer, which an adapter may target.
+        linear_modules: names of linear modules of a layer, which an adapter may target.
         default_targets: what `adapter.target_modules=auto` means; empty: all of them.
         optional_modules: linear modules that not every model of the family has; `auto` means those that are there.
     """
@@ -87,7 +87,10 @@ _TABLE = (
         logits_capped_at="final_logit_softcapping",
         linear_modules=(*_ATTENTION, *_MLP, "proj"),
         default_targets=_ATTENTION + _MLP,  # not the router's
-        optional_modules=("v_proj",),  # with attention_k_eq_v full attention has none; a model may be full throughout
+        optional_modules=(
+            "v_proj",
+            "proj",
+        ),  # with attention_k_eq_v full attention has none; a model may be full throughout
     ),
     Family("smollm3"),
     Family("olmo"),
@@ -112,9 +115,10 @@ _TABLE = (
         numbers_after_first=(("embedding_dropout", 0.0),),
         linear_modules=(*_ATTENTION, "c_fc", "c_proj"),
     ),
+    # PEFT takes gate_proj, up_proj and down_proj of the next two for the experts' fused tensors: no targets by name.
     Family(
         "deepseek_v3",
-        linear_modules=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *_MLP),
+        linear_modules=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         optional_modules=("q_proj", "q_a_proj", "q_b_proj"),
     ),
     Family(
@@ -125,8 +129,8 @@ _TABLE = (
     Family(
         "qwen3_next",
         left_out=("mtp.",),
-        linear_modules=(*_ATTENTION, *_MLP, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"),
-        default_targets=(*_ATTENTION, *_MLP, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+        linear_modules=(*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"),
+        default_targets=(*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
     ),
     Family(
         "gpt2",
