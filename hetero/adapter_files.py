@@ -53,7 +53,7 @@ def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Fa
         if not spec.rank_pattern and shape[0 if side == "A" else -1] != spec.r:
             raise ConfigError(f"adapter.init_from must fit adapter.r={spec.r}, but {key} has shape {shape} there")
     for module, sizes in _outer_sizes(found).items():
-        if facts.hidden_size not in sizes:  # every module that can be a target reads or writes hidden states
+        if facts.hidden_size not in sizes and module.rpartition(".")[2] not in family.inner_modules:
             raise ConfigError(
                 f"adapter.init_from must be of a model with hidden size {facts.hidden_size}, but {module} goes from "
                 f"{sizes[0]} to {sizes[1]} there"

@@ -43,6 +43,7 @@ class Family:
         logits_multiplied_by, logits_divided_by, logits_capped_at: keys of its configuration for what follows the head.
         linear_modules: names of linear modules of a layer, which an adapter may target.
         default_targets: what `adapter.target_modules=auto` means; empty: all of them.
+        inner_modules: linear modules that neither read nor write hidden states, as all others do.
         optional_modules: linear modules that not every model of the family has; `auto` means those that are there.
     """
 
@@ -63,6 +64,7 @@ class Family:
     linear_modules: tuple[str, ...] = _ATTENTION + _MLP
     default_targets: tuple[str, ...] = ()
     optional_modules: tuple[str, ...] = ()
+    inner_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.default_targets:
@@ -120,6 +122,7 @@ _TABLE = (
         "deepseek_v3",
         linear_modules=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         optional_modules=("q_proj", "q_a_proj", "q_b_proj"),
+        inner_modules=("q_b_proj", "kv_b_proj"),
     ),
     Family(
         "qwen3_5_text",

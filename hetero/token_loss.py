@@ -165,8 +165,9 @@ class _AnyHeadLoss(torch.autograd.Function):
 
 
 def _chunks(num_tokens: int, vocab_size: int) -> Iterator[slice]:
+    """Of all tokens in order; an empty one where there are none, so that gradients are zero and not absent."""
     chunk = max(1, CHUNK_ELEMENTS // vocab_size)
-    for begin in range(0, num_tokens, chunk):
+    for begin in range(0, max(1, num_tokens), chunk):
         yield slice(begin, min(begin + chunk, num_tokens))
 
 
