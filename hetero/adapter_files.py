@@ -36,10 +36,11 @@ def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Fa
     theirs, entries = _read_headers(folder)
     _check_same_scaling(theirs, {"lora_alpha": spec.alpha} | msgspec.to_builtins(spec))
     found = {(lora[1], lora[2], key): entry.shape for key, entry in entries.items() if (lora := _LORA.search(key))}
-    asked = list(family.default_targets) if spec.target_modules == "auto" else spec.target_modules
-    if isinstance(asked, list) and (ours := {name.rpartition(".")[2] for name in asked}) != (
-        there := {name for name, _, _ in found}
-    ):
+    there = {name for name, _, _ in found}
+    asked = spec.target_modules
+    if asked == "auto":
+        asked = [name for name in family.default_targets if name in there or name not in family.optional_modules]
+    if isinstance(asked, list) and (ours := {name.rpartition(".")[2] for name in asked}) != there:
         raise ConfigError(
             f"adapter.target_modules must be as in adapter.init_from, got {', '.join(sorted(ours))}, "
             f"there {', '.join(sorted(there))}"
@@ -52,7 +53,7 @@ def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Fa
         if not spec.rank_pattern and shape[0 if side == "A" else -1] != spec.r:
             raise ConfigError(f"adapter.init_from must fit adapter.r={spec.r}, but {key} has shape {shape} there")
     for module, sizes in _outer_sizes(found).items():
-        if facts.hidden_size not in sizes:  # every module that can be a target reads or writes hidden states
+        if facts.hidden_size not in sizes and module.rpartition(".")[2] not in family.inner_modules:
             raise ConfigError(
                 f"adapter.init_from must be of a model with hidden size {facts.hidden_size}, but {module} goes from "
                 f"{sizes[0]} to {sizes[1]} there"

@@ -45,8 +45,8 @@ class ResolvedAdapter:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def lora_config(spec: AdapterSpec, family: Family) -> Any:
-    """PEFT's configuration for an adapter spec, of plain Python values.
+def lora_config(spec: AdapterSpec, family: Family, whole: Any) -> Any:
+    """PEFT's configuration for an adapter spec on a whole model of a family, of plain Python values.
 
     Raises:
         ConfigError: a named target is no module of this family.
@@ -55,7 +55,8 @@ def lora_config(spec: AdapterSpec, family: Family) -> Any:
 
     targets: Any = spec.target_modules
     if targets == "auto":
-        targets = list(family.default_targets)
+        found = {name.rpartition(".")[2] for name, _ in whole.named_modules()}
+        targets = [name for name in family.default_targets if name in found or name not in family.optional_modules]
     if isinstance(targets, list):
         check_target_names(targets, family)
     return LoraConfig(
@@ -89,7 +90,7 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     from peft import get_peft_model, get_peft_model_state_dict
 
     family = family_of(whole.config.model_type)
-    config = lora_config(spec, family)
+    config = lora_config(spec, family, whole)
     asked = config.target_modules
     check_layers(spec.layers_to_transform, whole.config.num_hidden_layers)
     try:

@@ -5,16 +5,21 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hetero.errors import ConfigError
+from hetero.unsuitable import check_suitable
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a decoder-only model, under the names that Llama's configuration gives them."""
+    """The sizes of a decoder-only model, under the names that Llama's configuration gives them.
+
+    `max_position_embeddings` is None where nothing limits positions (ALiBi). Where layers differ (Gemma 4), `head_dim`
+    and `num_key_value_heads` are those of the layers with a sliding window.
+    """
 
     model_type: str
     num_hidden_layers: int
     hidden_size: int
     vocab_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     tie_word_embeddings: bool
     intermediate_size: int
     num_attention_heads: int
@@ -48,13 +53,16 @@ class _Absent(NamedTuple):
 
 # The class defaults of transformers 5.24, models/*/configuration_*.py; compared with the installed classes by a test.
 _WHEN_ABSENT = {
+    "bloom": _Absent(True),
     "cohere": _Absent(True),
     "cohere2": _Absent(True),
     "deepseek_v3": _Absent(False, 128, 64),
     "exaone4": _Absent(False, 32),
+    "falcon": _Absent(True),
     "gemma": _Absent(True, 16, 256),
     "gemma2": _Absent(True, 4, 256),
     "gemma3_text": _Absent(True, 4, 256),
+    "gemma4_text": _Absent(True, 4, 256),
     "glm4": _Absent(False, 2, 128),
     "gpt2": _Absent(True),
     "gpt_neox": _Absent(False),
@@ -79,16 +87,20 @@ _WHEN_ABSENT = {
     "stablelm": _Absent(False, 32),
     "starcoder2": _Absent(True, 2),
 }
-# GPT2Config.attribute_map, and n_inner, which transformers keeps under its own name.
-_GPT2_NAMES = {
-    "num_hidden_layers": "n_layer",
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
+# The families' own names (GPT2Config.attribute_map and the like), tried where Llama's are absent.
+_NAMES = {
+    "gpt2": {
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+    },
+    "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embed"},
+    "falcon": {"hidden_size": "n_embed", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
 }
-# Keys under which multimodal models keep the configuration of their language part.
-_NESTED = ("text_config", "llm_config", "language_config")
+# Families whose layers widen to four times the hidden size unless the file says otherwise.
+_FOUR_TIMES = ("gpt2", "bloom", "falcon")
 
 
 def read_facts(config: dict[str, Any]) -> ModelFacts:
@@ -98,17 +110,9 @@ def read_facts(config: dict[str, Any]) -> ModelFacts:
         config: the parsed file.
 
     Raises:
-        ConfigError: a key is missing or is no size, or the model is multimodal (named by its `model_type`).
+        ConfigError: a key is missing or is no size, or the model cannot be cut into stages at all.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise ConfigError(f"model.path: config.json must name its model_type, got {model_type!r}")
-    nested = [key for key in _NESTED if isinstance(config.get(key), dict)]
-    if nested:
-        raise ConfigError(
-            f"model.path must be a text-only model, got the multimodal model_type {model_type!r} (its config.json "
-            f"nests the language model under {nested[0]}); use a text-only checkpoint of it"
-        )
+    model_type = check_suitable(config)
     read = _Reader(config, model_type)
     hidden_size, num_heads = read.size("hidden_size"), read.size("num_attention_heads")
     absent = _WHEN_ABSENT.get(model_type, _Absent(False))
@@ -117,10 +121,9 @@ def read_facts(config: dict[str, Any]) -> ModelFacts:
         num_hidden_layers=read.size("num_hidden_layers"),
         hidden_size=hidden_size,
         vocab_size=read.size("vocab_size"),
-        max_position_embeddings=read.size("max_position_embeddings"),
+        max_position_embeddings=read.max_position_embeddings(),
         tie_word_embeddings=read.tied(),
-        # transformers' GPT2Block: four times the hidden size where n_inner is null.
-        intermediate_size=read.size("intermediate_size", 4 * hidden_size if model_type == "gpt2" else None),
+        intermediate_size=read.size("intermediate_size", 4 * hidden_size if model_type in _FOUR_TIMES else None),
         num_attention_heads=num_heads,
         num_key_value_heads=read.num_key_value_heads(absent.num_key_value_heads, num_heads),
         head_dim=read.head_dim(absent.head_dim, hidden_size, num_heads),
@@ -141,6 +144,7 @@ def num_parameters(facts: ModelFacts) -> ParameterCounts:
         case "llama" | "mistral" | "qwen2" | "qwen3":
             layer, norm = _llama_layer(facts), hidden
         case "gpt2":
+            assert facts.max_position_embeddings is not None
             embedding += facts.max_position_embeddings * hidden
             attention = 3 * (hidden * hidden + hidden) + hidden * hidden + hidden
             layer = 2 * (2 * hidden) + attention + 2 * hidden * inner + inner + hidden
@@ -178,8 +182,8 @@ class _Reader:
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1; null counts as absent, as in transformers."""
         name = key
-        if self._model_type == "gpt2" and key not in self._config:
-            name = _GPT2_NAMES.get(key, key)
+        if key not in self._config:
+            name = _NAMES.get(self._model_type, {}).get(key, key)
         value = self._config.get(name)
         if value is None:
             value = default
@@ -210,8 +214,17 @@ class _Reader:
         absent = _WHEN_ABSENT.get(self._model_type, _Absent(False))
         return self.flag("tie_word_embeddings", absent.tied)
 
+    def max_position_embeddings(self) -> int | None:
+        """Most positions of a row; None for ALiBi, which has no limit."""
+        if self._model_type == "bloom" or (self._model_type == "falcon" and self.flag("alibi", False)):
+            return None
+        # FalconConfig's own default: the original Falcon models do not write theirs.
+        return self.size("max_position_embeddings", 2048 if self._model_type == "falcon" else None)
+
     def num_key_value_heads(self, default: int | None, num_heads: int) -> int:
         """Absent: the family's default; null: one for each attention head."""
+        if self._model_type == "falcon" and not self.flag("new_decoder_architecture", False):
+            return 1 if self.flag("multi_query", True) else num_heads
         if default is None or "num_key_value_heads" in self._config:
             default = num_heads
         value = self.size("num_key_value_heads", default)

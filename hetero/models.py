@@ -15,18 +15,29 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.families import Family, family_of
+from hetero.families import Family, check_attention, family_of, family_of_config
+from hetero.folders import one_line
 from hetero.shards import own_files
+from hetero.token_loss import Scaling
 
 log = logging.getLogger(__name__)
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage's module is; gives its first argument back."""
+    """Stands where another stage's module is; gives its first argument back.
+
+    Args:
+        as_tuple: in a tuple, as some families' layers give their hidden states.
+    """
+
+    def __init__(self, *, as_tuple: bool = False) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
 
     def forward(self, first: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The first argument."""
-        return first if first is not None else next(iter(kwargs.values()))
+        value = first if first is not None else next(iter(kwargs.values()))
+        return (value,) if self.as_tuple else value
 
 
 class AddsNothing(nn.Module):
@@ -66,13 +77,12 @@ def load_stage(
         ConfigError: the family is not verified, weights are missing, or bitsandbytes is needed and not there.
     """
     from safetensors import SafetensorError
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(path, revision=revision)
-    family = family_of(config.model_type)
+    config, family = _read_config(path, revision)
+    check_attention(attn_implementation, family)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     options: dict[str, Any] = (
         {"device_map": {"": str(device)}} if device.type != "cpu" or quantization != "none" else {}
@@ -114,11 +124,24 @@ def load_stage(
 
 def meta_model(path: str | Path, *, revision: str | None = None) -> Any:
     """The whole model without memory for its weights: shapes and names only."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, revision=revision)
+    config, _ = _read_config(path, revision)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def logit_scaling(config: Any) -> Scaling:
+    """What follows the head in a model of this configuration, before the softmax."""
+    family = family_of(config.model_type)
+    factor, cap = 1.0, None
+    if family.logits_multiplied_by is not None:
+        factor = float(getattr(config, family.logits_multiplied_by))
+    if family.logits_divided_by is not None:
+        factor = 1.0 / float(getattr(config, family.logits_divided_by))
+    if family.logits_capped_at is not None:
+        cap = getattr(config, family.logits_capped_at)
+    return Scaling(factor, None if cap is None else float(cap))
 
 
 def embedding_of(model: Any) -> nn.Module:
@@ -131,14 +154,27 @@ def layers_of(model: Any) -> nn.ModuleList:
     return getattr(model.base_model, family_of(model.config.model_type).layers)  # type: ignore[no-any-return]
 
 
+def _read_config(path: str | Path, revision: str | None) -> tuple[Any, Family]:
+    """A model's configuration and family; the file is judged before any class is chosen by it."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        family = family_of_config(raw)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False), family
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {one_line(exc)}") from exc
+
+
 def _stage_class(cls: Any, family: Family, start: int, end: int) -> Any:
     """A subclass of a transformers model class that prunes itself when it is made."""
 
     class Stage(cls):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (
+            *(cls._keys_to_ignore_on_load_unexpected or ()),
             rf"(^|\.){family.layers}\.\d+\.",
             r"^lm_head\.",
-            *(rf"(^|\.){name}\." for name in (family.final_norm, family.embedding, *family.zero_after_first)),
+            *(rf"(^|\.){name}\." for name in (family.final_norm, family.embedding, *family.first_only)),
         )
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,6 +182,7 @@ def _stage_class(cls: Any, family: Family, start: int, end: int) -> Any:
             _prune(self, family, start, end)
 
     Stage.__name__ = Stage.__qualname__ = cls.__name__
+    Stage.__module__ = cls.__module__  # from elsewhere it would count as custom code: no renaming of old files' tensors
     return Stage
 
 
@@ -158,7 +195,7 @@ def _prune(model: Any, family: Family, start: int, end: int) -> None:
         raise ConfigError(f"shard_plan must end at the model's {len(layers)} layers, got [{start}, {end})")
     for index, layer in enumerate(layers):
         if not start <= index < end:
-            foreign = PassThrough()
+            foreign = PassThrough(as_tuple=family.layers_give_tuples)
             if hasattr(layer, "attention_type"):  # the model looks up the mask by it
                 foreign.attention_type = layer.attention_type
             layers[index] = foreign
@@ -169,6 +206,9 @@ def _prune(model: Any, family: Family, start: int, end: int) -> None:
             setattr(base, name, AddsNothing())
         for name in family.identity_after_first:
             setattr(base, name, nn.Identity())
+        for name, value in family.numbers_after_first:
+            assert hasattr(base, name), f"{type(base).__name__} has no {name}"
+            setattr(base, name, value)
     if not last:
         setattr(base, family.final_norm, PassThrough())
         model.lm_head = PassThrough()

@@ -13,6 +13,7 @@ from hetero import adapters, data, models, store
 from hetero import device as devices
 from hetero.adapter_files import check_adapter, read_adapter
 from hetero.errors import ConfigError
+from hetero.folders import one_line
 from hetero.machines import unknown_hosts
 from hetero.resolve import ResolvedRun
 from hetero.spec import WorkerEntry
@@ -88,7 +89,10 @@ def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if isinstance(model_path, Path) and not any((model_path / name).exists() for name in names):
         return None
-    return AutoTokenizer.from_pretrained(model_path, revision=revision)
+    try:
+        return AutoTokenizer.from_pretrained(model_path, revision=revision, trust_remote_code=False)
+    except ValueError as exc:  # among them: one that comes with code of its own, which is never run
+        raise ConfigError(f"the tokenizer of model.path cannot be loaded: {one_line(exc)}") from exc
 
 
 def total_steps(resolved: ResolvedRun, num_examples: int) -> int:

@@ -17,7 +17,7 @@ from hetero import registry, store
 from hetero.checked import convert
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts, read_facts
-from hetero.families import Family, check_layers, check_target_names, family_of
+from hetero.families import Family, check_attention, check_layers, check_target_names, family_of_config
 from hetero.folders import local_name
 from hetero.plan import resolve_plan
 from hetero.schedule import policy_for
@@ -131,10 +131,11 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         revision=config.model.revision,
         shapes_dir=shapes_dir,
     )
+    family = family_of_config(raw_facts)
     facts = read_facts(raw_facts)
-    family = family_of(facts.model_type)
+    check_attention(config.model.attn_implementation, family)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
-    max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings)
+    max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings or DEFAULT_MAX_LENGTH)
     if not for_drawing:
         if isinstance(config.adapter.target_modules, list):
             check_target_names(config.adapter.target_modules, family)
@@ -142,8 +143,8 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         _check_for_training(config, facts, stages, max_length)
         if config.data.packing and not family.isolates_documents:
             raise ConfigError(
-                f"data.packing must be false for a {family.model_type} model, got true: its layers carry a state "
-                "from one document of a row into the next"
+                f"data.packing must be false for a {family.model_type} model, got true: in transformers its "
+                "layers see across the documents of a row"
             )
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
@@ -195,10 +196,10 @@ def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpe
         raise ConfigError(f"data.path must be given for data={data.source}: data.path=FILE")
     if data.source == "jsonl" and data.path and not Path(data.path).expanduser().exists():
         raise ConfigError(f"data.path must be a file of JSON lines, found nothing at {Path(data.path).absolute()}")
-    if data.max_length is not None and data.max_length > facts.max_position_embeddings:
+    limit = facts.max_position_embeddings
+    if limit is not None and data.max_length is not None and data.max_length > limit:
         raise ConfigError(
-            f"data.max_length must be at most {facts.max_position_embeddings} "
-            f"(max_position_embeddings of the model), got {data.max_length}"
+            f"data.max_length must be at most {limit} (max_position_embeddings of the model), got {data.max_length}"
         )
     init_from = config.adapter.init_from
     if init_from is not None and not Path(init_from).expanduser().is_dir():

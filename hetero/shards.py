@@ -22,16 +22,18 @@ INDEX = "model.safetensors.index.json"
 def holds(key: str, family: Family, start: int, end: int, *, num_layers: int, tied: bool) -> bool:
     """Whether layers [start, end), with what belongs to the first and last of all, need the tensor of this name."""
     first, last = start == 0, end == num_layers
+    if key.startswith(family.left_out):
+        return False
     if layer := re.search(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.", key):
         return start <= int(layer[1]) < end
     dotted = f".{key}"
     if f".{family.embedding}." in dotted:
         return first or (last and tied)
-    if ".lm_head." in dotted:
+    if ".lm_head." in dotted or f".{family.head_in_files}." in dotted:
         return last or (first and tied)
     if f".{family.final_norm}." in dotted:
         return last
-    return first or not any(f".{name}." in dotted for name in family.zero_after_first)
+    return first or not any(f".{name}." in dotted for name in family.first_only)
 
 
 @contextmanager

@@ -70,6 +70,7 @@ class Stage:
         self.trained: dict[str, nn.Parameter] = adapters.trained_tensors(peft_model)
         self.dtype = dtype
         self._seed = seed
+        self._scaling = models.logit_scaling(model.config)
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[torch.Tensor] = []
         self._now = (0, 0)  # step and micro-batch that dropout is keyed by
@@ -173,7 +174,14 @@ class Stage:
         """Sum over this micro-batch's label tokens / label tokens of the whole step; logits only where a label is."""
         targets = labels[:, 1:]
         keep = targets != IGNORED_LABEL
-        return token_loss(self.model.get_output_embeddings(), hidden[:, :-1][keep], targets[keep], label_tokens)
+        return token_loss(
+            self.model.get_output_embeddings(),
+            hidden[:, :-1][keep],
+            targets[keep],
+            label_tokens,
+            scaling=self._scaling,
+            seed=partial(self._seed_for, "head"),
+        )
 
     @contextmanager
     def _keyed(self, step: int, micro_batch: int) -> Iterator[None]:
@@ -198,10 +206,8 @@ class Stage:
             models.embedding_of(self.model).register_forward_pre_hook(partial(self._seed_for, "embedding"))
             for name in family_of(self.model.config.model_type).identity_after_first:
                 getattr(base, name).register_forward_pre_hook(partial(self._seed_for, name))
-        if self.is_last:
-            self.model.get_output_embeddings().register_forward_pre_hook(partial(self._seed_for, "head"))
 
-    def _seed_for(self, what: int | str, module: nn.Module, args: Any) -> None:
+    def _seed_for(self, what: int | str, *_: Any) -> None:
         if self._generator is not None:
             self._generator.manual_seed(key64(self._seed, "dropout", *self._now, what))
 

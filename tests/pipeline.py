@@ -15,6 +15,7 @@ from hetero import data, device, optim, registry
 from hetero.errors import HeteroError
 from hetero.facts import read_facts
 from hetero.inbox import Inbox
+from hetero.models import logit_scaling
 from hetero.runtime import Runtime, StepPlan, step_plan_of
 from hetero.spec import (
     AdapterSpec,
@@ -29,6 +30,7 @@ from hetero.spec import (
     WorkerEntry,
 )
 from hetero.stage import Stage, build_stage
+from hetero.token_loss import logits_of
 from hetero.transport.link import Closed, Deliver, Link, Received
 from hetero.transport.loopback import link_pair
 from hetero.transport.tcp import TcpTransport
@@ -75,7 +77,7 @@ def make_spec(
         num_hidden_layers=facts.num_hidden_layers,
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        max_length=min(1024, facts.max_position_embeddings),
+        max_length=min(1024, facts.max_position_embeddings or 1024),
         total_steps=steps,
         adapter=adapter or AdapterSpec(r=4, alpha=8, target_modules=["q_proj", "v_proj"]),
         stages=stages,
@@ -264,7 +266,8 @@ def pipeline_logits(stages: Sequence[Stage], inputs: dict[str, torch.Tensor]) ->
             hidden = base(**first, **riders, use_cache=False).last_hidden_state  # [B, T, H]
             first = {"inputs_embeds": hidden}
             if stage.is_last:
-                hidden = stage.model.get_output_embeddings()(hidden)  # [B, T, V]
+                scaling = logit_scaling(stage.model.config)
+                hidden = logits_of(stage.model.get_output_embeddings(), hidden, scaling)  # [B, T, V]
             stage.model.train()
     return hidden
 

@@ -74,10 +74,13 @@ def test_what_is_absent_is_what_transformers_assumes(model_type: str) -> None:
     names = {"hidden_size": 1024, "num_attention_heads": 128}
     if model_type == "gpt2":
         names = {"n_embd": 1024, "n_head": 128}
+    if model_type == "gemma4_text":
+        names |= {"hidden_size_per_layer_input": 0, "global_head_dim": 256}
     config = transformers_config({"model_type": model_type, **names})
     facts = read_facts({key: value for key, value in config.to_dict().items() if key not in OPTIONAL})
     assert facts.tie_word_embeddings == config.tie_word_embeddings
-    assert facts.num_key_value_heads == (getattr(config, "num_key_value_heads", None) or 128)
+    heads = 1 if model_type == "falcon" else 128  # multi_query
+    assert facts.num_key_value_heads == (getattr(config, "num_key_value_heads", None) or heads)
     assert facts.head_dim == (getattr(config, "head_dim", None) or 8)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL_NAMES, Tiny, make_rows
+from conftest import FAMILY_NAMES, MODEL_NAMES, Tiny, family_of_model, make_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import build_stages, lively, make_spec, run_pipeline, run_stages, same_bits
 from reference import run_reference
+from transformers import AutoModelForCausalLM
 
 from hetero import data
 from hetero.data import Example, MicroBatch
@@ -172,3 +173,23 @@ def test_the_first_epochs_of_two_seeds_differ_when_bucketed() -> None:
         return data.indices_of_step(400, 4, 100 * epoch + 1, seed=seed, shuffle=True, length_of=lambda index: index % 5)
 
     assert len({tuple(first(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+# ---- which families can
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_family_says_whether_its_documents_are_isolated(tiny: Tiny, name: str) -> None:
+    """Logits of each document in a padded pack against those of the document alone."""
+    documents = make_rows((6, 3, 8, 2))
+    (batch,) = data.micro_batches(pack(documents, 16), 2, padding_side="right", pad_id=0)
+    model = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32).eval()
+    worst = 0.0
+    with torch.no_grad():
+        both = model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        for packed, logits in zip(pack(documents, 16), both, strict=True):
+            for row, start in packed.packed:
+                ids = torch.tensor([documents[row].input_ids])
+                alone = model(ids, use_cache=False).logits[0]
+                worst = max(worst, float((logits[start : start + ids.shape[1]] - alone).abs().max()))
+    assert (worst < 1e-4) == family_of_model(name).isolates_documents, worst

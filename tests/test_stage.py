@@ -170,7 +170,7 @@ def test_logits_are_taken_where_labels_are(
     seen: list[torch.Size] = []
     whole = stage_module.token_loss
     monkeypatch.setattr(
-        stage_module, "token_loss", lambda head, h, *rest: seen.append(h.shape) or whole(head, h, *rest)
+        stage_module, "token_loss", lambda head, h, *rest, **more: seen.append(h.shape) or whole(head, h, *rest, **more)
     )
     (batch,) = data.micro_batches(rows[:3], 3, padding_side="right", pad_id=0)
     riders = {name: tensor for name, tensor in batch.tensors().items() if name != "input_ids"}
