@@ -32,6 +32,7 @@ class Family:
         zero_after_first: modules of the base model whose output is added after the embedding, so that stages
             after the first must add nothing (learned positions).
         identity_after_first: modules that act on the embedding's sum, so that stages after the first skip them.
+        eager_only: transformers has no other attention for it.
         linear_modules: names of the linear modules of a layer, which an adapter may target.
         default_targets: what `adapter.target_modules=auto` means.
     """
@@ -42,6 +43,7 @@ class Family:
     final_norm: str = "norm"
     zero_after_first: tuple[str, ...] = ()
     identity_after_first: tuple[str, ...] = ()
+    eager_only: bool = False
     linear_modules: tuple[str, ...] = _LLAMA_ATTENTION + _LLAMA_MLP
     default_targets: tuple[str, ...] = _LLAMA_ATTENTION + _LLAMA_MLP
 
@@ -63,6 +65,15 @@ FAMILIES = {
             linear_modules=("c_attn", "c_proj", "c_fc"),
             default_targets=("c_attn",),
         ),
+        # Routed experts are 3-D tensors, no linear modules; PEFT takes gate_proj, up_proj, down_proj of Qwen for them.
+        Family("mixtral", linear_modules=_LLAMA_ATTENTION, default_targets=_LLAMA_ATTENTION),
+        Family(
+            "qwen2_moe",
+            linear_modules=(*_LLAMA_ATTENTION, "shared_expert_gate"),
+            default_targets=_LLAMA_ATTENTION,
+        ),
+        Family("qwen3_moe", linear_modules=_LLAMA_ATTENTION, default_targets=_LLAMA_ATTENTION),
+        Family("gpt_oss", eager_only=True, linear_modules=_LLAMA_ATTENTION, default_targets=_LLAMA_ATTENTION),
     )
 }
 
@@ -79,6 +90,19 @@ def family_of(model_type: str) -> Family:
             f"got model_type {model_type!r}: its layers would have to be checked stage by stage first"
         )
     return FAMILIES[model_type]
+
+
+def check_attention(implementation: str | None, family: Family) -> None:
+    """Checks that a family has the attention that was asked for; None is its own choice.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if family.eager_only and implementation not in (None, "eager"):
+        raise ConfigError(
+            f"model.attn_implementation must be eager for model_type {family.model_type!r}, which has no other in "
+            f"transformers, got {implementation}; leave it out or set eager"
+        )
 
 
 def check_target_names(targets: list[str], family: Family) -> None:

@@ -55,7 +55,7 @@ def settings_of(spec: RunSpec, data_digest: str, shuffle: bool) -> dict[str, Any
         "lr_schedule": msgspec.to_builtins(spec.lr_schedule),
         "loop": {"batch_size": spec.loop.batch_size, "max_grad_norm": spec.loop.max_grad_norm},
         "data": {"rows": data_digest, "shuffle": shuffle},
-    }
+    } | ({} if spec.router_loss is None else {"router_loss": msgspec.to_builtins(spec.router_loss)})
 
 
 def find_checkpoints(resume: int | str, folder: str | None, outputs: Path) -> Path:

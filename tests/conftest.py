@@ -50,6 +50,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
 # Model name -> model_type and what differs from the common shape.
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
@@ -60,6 +61,13 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
     ),
     "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _EXPERTS | {"num_experts": 4, "mlp_only_layers": [2], "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2, "head_dim": 8}),
+    "gpt_oss": ("gpt_oss", _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4}),
     "gpt2": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "gpt2_dropout": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
 }
