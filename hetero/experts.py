@@ -33,13 +33,18 @@ _NUM_EXPERTS: dict[str, tuple[tuple[str, ...], int]] = {
     "mixtral": (("num_local_experts", "num_experts"), 8),
     "qwen2_moe": (("num_experts",), 60),
     "qwen3_moe": (("num_local_experts", "num_experts"), 128),
+    "qwen3_next": (("num_experts",), 512),
 }
-_WITH_DENSE_LAYERS = ("qwen2_moe", "qwen3_moe")  # the others' layers all have experts, whatever the file says
+_WITH_DENSE_LAYERS = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)  # the others' layers all have experts, whatever the file says
 _COEFFICIENT = 0.001
 
 
 def read_experts(config: dict[str, Any]) -> Experts | None:
-    """The experts of a model, as transformers 5.24 would build them; None where it has none.
+    """The experts of a model, as transformers 5.24 would build them; None where it has no router loss for them.
 
     Args:
         config: the parsed file, of which `facts.read_facts` has been taken.
@@ -76,7 +81,8 @@ def router_loss_of(wanted: RouterAuxLoss, experts: Experts | None) -> RouterLoss
     if experts is None:
         if wanted not in ("auto", "off", False):
             raise ConfigError(
-                f"model.router_aux_loss must be auto or off for a model without routed experts, got {wanted!r}"
+                "model.router_aux_loss must be auto or off for a model that transformers has no router loss for, got "
+                f"{_shown(wanted)}"
             )
         return None
     coefficient = experts.coefficient if isinstance(wanted, str | bool) else wanted
@@ -97,7 +103,8 @@ def router_loss_line(wanted: RouterAuxLoss, experts: Experts, found: RouterLossS
             "router loss: off, since config.json does not ask for it (output_router_logits); "
             f"model.router_aux_loss=on adds it with coefficient {experts.coefficient:g}"
         )
-    return f"router loss: off, coefficient 0 (model.router_aux_loss={_shown(wanted)})"
+    zero = "" if _shown(wanted) == "off" else ", since its coefficient is 0"
+    return f"router loss: off{zero} (model.router_aux_loss={_shown(wanted)})"
 
 
 def _shown(wanted: RouterAuxLoss) -> str:

@@ -57,27 +57,21 @@ class RouterLoss:
         self._step_tokens = real_tokens
 
     def add_layers(
-        self,
-        micro_batch: int,
-        batch: dict[str, torch.Tensor],
-        router_logits: Sequence[torch.Tensor],
-        mask: torch.Tensor | None,
+        self, micro_batch: int, batch: dict[str, torch.Tensor], router_logits: Sequence[torch.Tensor]
     ) -> None:
         """Adds the routers of this stage to what came from the stage before.
 
         Args:
             micro_batch: its number in the step.
-            batch: on the host: the sums of the stage before under their names on the wire; none on the first stage.
+            batch: on the device: `labels` and, where rows are padded, `attention_mask` [B, T]; on later stages the sums
+                of the stage before under their names on the wire.
             router_logits: [B * T, E] of each router, in order.
-            mask: [B, T] bool, False on padding; None where nothing is padded.
         """
-        came = {name: self._device.from_host(batch[name]) for name in batch if name.startswith("router_")}
-        leaf = came["router_probs"].detach().requires_grad_() if came else None
         zeros = torch.zeros(self._spec.num_experts, device=self._device.torch_device)
-        tokens = came["router_tokens"] if came else zeros
+        leaf = batch["router_probs"].detach().requires_grad_() if "router_probs" in batch else None
         probs = zeros if leaf is None else leaf
-        rows = came["router_rows"] if came else zeros.new_zeros(1)
-        shape = batch["labels"].shape
+        tokens, rows = batch.get("router_tokens", zeros), batch.get("router_rows", zeros.new_zeros(1))
+        shape, mask = batch["labels"].shape, batch.get("attention_mask")
         counted = torch.ones(shape, device=zeros.device) if mask is None else mask.to(zeros.dtype)
         counted = counted.reshape(-1)  # [B * T]
         for logits in router_logits:

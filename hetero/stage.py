@@ -109,7 +109,7 @@ class Stage:
             output = self.model.base_model(**inputs, use_cache=False)
             hidden = output.last_hidden_state  # [B, T, H]
             if self.router is not None:
-                self.router.add_layers(micro_batch, batch, output.router_logits, inputs["attention_mask"])
+                self.router.add_layers(micro_batch, on_device, output.router_logits)
             out = self._loss(hidden, on_device["labels"], label_tokens) if self.is_last else hidden
             if self.router is not None and self.is_last:
                 out = out + self.router.loss(micro_batch)
