@@ -15,7 +15,7 @@ import torch
 from conftest import EXPERT_NAMES, LAYERS, Tiny
 from peers import make_flow
 from pipeline import Outcome, build_stages, lively, make_spec, pipeline_logits, run_stages, same_bits
-from processes import composed, losses, train_here
+from processes import composed, metrics, run_here, train_here
 from reference import trained, whole_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -533,15 +533,23 @@ def test_a_stage_of_another_number_of_experts_is_refused(tiny: Tiny) -> None:
 # ---- whole runs
 
 
-def test_three_processes_log_the_routers_part_and_equal_one(tmp_path: Path, tiny: Tiny, rows_file: Path) -> None:
-    same = ["data=jsonl", f"data.path={rows_file}", f"model.path={tiny('mixtral')}", "model.router_aux_loss=0.3"]
-    same += ["loop.steps=2", "loop.batch_size=5", "loop.microbatch_size=2"]
-    one = train_here(tmp_path / "one", *same, "shard_plan=single")
+def test_three_processes_log_the_routers_part_and_equal_one(
+    tmp_path: Path, tiny: Tiny, rows: list[Example], rows_file: Path
+) -> None:
+    same = ["data=jsonl", f"data.path={rows_file}", f"model.path={tiny('mixtral')}", "loop.steps=2"]
+    same += ["loop.batch_size=5", "loop.microbatch_size=2", f"model.router_aux_loss={COEFFICIENT}"]
     three = train_here(tmp_path / "three", *same, "shard_plan=split", "shard_plan.split_points=[1,4]")
-    assert losses(three) == losses(one)
-    assert [r["grad_norm"] for r in three] == [r["grad_norm"] for r in one]
-    assert [r["router_loss"] for r in three] == [r["router_loss"] for r in one]
-    assert all(0.6 < record["router_loss"] < record["loss"] for record in three)
-    off = train_here(tmp_path / "off", *same, "shard_plan=single", "model.router_aux_loss=off")
-    assert "router_loss" not in off[0]
-    assert one[0]["loss"] == pytest.approx(off[0]["loss"] + one[0]["router_loss"], abs=1e-5)
+    single = [*same, "shard_plan=single", f"outputs={tmp_path}"]
+    on = run_here("train", *single, f"hydra.run.dir={tmp_path / 'on'}")
+    off = run_here("train", *single, f"hydra.run.dir={tmp_path / 'off'}", "model.router_aux_loss=off")
+    assert f"router loss: on, coefficient {COEFFICIENT}, over 6 layers of 4 experts" in on.text
+    assert "router loss: off (model.router_aux_loss=off)" in off.text
+    one, without = metrics(tmp_path / "on"), metrics(tmp_path / "off")
+    for key in ("loss", "router_loss", "grad_norm"):
+        assert [record[key] for record in three] == [record[key] for record in one]
+    assert one[0]["loss"] == pytest.approx(without[0]["loss"] + one[0]["router_loss"], abs=1e-5)
+    assert "router_loss" not in without[0]
+    micro_batches = cut([rows[index] for index in one[0]["rows"]], 2, "right")
+    expected = whole(tiny("mixtral"), micro_batches, {"r": 8, "target_modules": ATTENTION}, None, ours=False)
+    assert one[0]["router_loss"] == pytest.approx(expected.router_loss, abs=1e-6)  # B is 0 before the first step
+    assert one[0]["loss"] == pytest.approx(expected.loss, abs=1e-5)
