@@ -93,6 +93,10 @@ class MicroBatch:
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def real_tokens(self) -> int:
+        """Number of tokens without padding."""
+        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+
 
 def load(spec: DataSpec, tokenizer: Any | None, *, vocab_size: int, max_length: int) -> DataSet:
     """Read, tokenise, check and cut the configured rows; every example has at least one label that is predicted.

@@ -139,6 +139,11 @@ _TABLE = (
         linear_modules=(*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"),
         default_targets=(*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
     ),
+    # Routed experts are 3-D tensors, no linear modules; PEFT takes gate_proj, up_proj, down_proj of Qwen for them.
+    Family("mixtral", linear_modules=_ATTENTION),
+    Family("qwen2_moe", linear_modules=(*_ATTENTION, "shared_expert_gate"), default_targets=_ATTENTION),
+    Family("qwen3_moe", linear_modules=_ATTENTION),
+    Family("gpt_oss", eager_only=True, linear_modules=_ATTENTION),
     Family(
         "gpt2",
         layers="h",

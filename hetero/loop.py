@@ -82,11 +82,12 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     batches = list(batches_of(training, step))
     label_tokens = sum(batch.label_tokens for batch in batches)
     shapes = [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in batches]
+    real_tokens = sum(batch.real_tokens() for batch in batches) if training.spec.router_loss is not None else 0
     training.session.begin_step(step)
     hit("coordinator.step_begun")
     try:
         own, norms, _ = training.member.run_step(
-            StepPlan(step, label_tokens, shapes), [batch.tensors() for batch in batches]
+            StepPlan(step, label_tokens, shapes, real_tokens), [batch.tensors() for batch in batches]
         )
         others = training.session.wait_ready()
     except PeerError as exc:
@@ -109,6 +110,7 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "loss": readies[len(readies) - 1].loss,
+        **({} if training.spec.router_loss is None else {"router_loss": readies[len(readies) - 1].router_loss}),
         "lr": rate,
         "grad_norm": norm,
         "tokens": label_tokens,

@@ -126,9 +126,16 @@ class Member:
             wait_s=work.wait_s,
             bytes_sent=sent - self._sent_before,
             memory_bytes=self.stage.device.memory_bytes(),
+            router_loss=self._router_loss(),
         )
         self._sent_before = sent
         return ready, norms, work
+
+    def _router_loss(self) -> float | None:
+        if self.stage.router is None or not self.stage.is_last:
+            return None
+        total = self.stage.router.total()
+        return total if math.isfinite(total) else None
 
     def apply(self, step: int, clip_factor: float) -> float:
         """Takes the optimizer's step; gives the learning rate that it had."""

@@ -29,6 +29,7 @@ def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
                 spec.schedule.name, boundary, len(spec.stages), num_microbatches, spec.schedule.max_in_flight
             ).in_flight_cap
         ),
+        num_experts=spec.router_loss.num_experts if spec.router_loss is not None else 0,
     )
 
 

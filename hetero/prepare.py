@@ -13,6 +13,7 @@ from hetero import adapters, data, models, store
 from hetero import device as devices
 from hetero.adapter_files import check_adapter, read_adapter
 from hetero.errors import ConfigError
+from hetero.experts import router_loss_line
 from hetero.folders import one_line
 from hetero.machines import unknown_hosts
 from hetero.resolve import ResolvedRun
@@ -44,6 +45,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
+    if resolved.experts is not None:
+        log.info(router_loss_line(config.model.router_aux_loss, resolved.experts, spec.router_loss))
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
     return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)

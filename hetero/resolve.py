@@ -16,6 +16,7 @@ import msgspec
 from hetero import registry, store
 from hetero.checked import convert
 from hetero.errors import ConfigError
+from hetero.experts import Experts, read_experts, router_loss_of
 from hetero.facts import ModelFacts, read_facts
 from hetero.families import Family, check_attention, check_layers, check_target_names, family_of_config
 from hetero.folders import local_name
@@ -53,6 +54,7 @@ class ResolvedRun:
         model_folder: the local folder that `model.path` leads to, if it is one.
         local_model: other machines look the model up by its folder's name.
         max_length: most tokens of a row.
+        experts: of the model; None where it has none.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class ResolvedRun:
     model_folder: Path | None
     local_model: bool
     max_length: int
+    experts: Experts | None = None
 
     def spec(self, *, total_steps: int, workers: list[WorkerEntry] | None = None) -> RunSpec:
         """What every machine of the run agrees on.
@@ -99,6 +102,7 @@ class ResolvedRun:
             lr_schedule=c.lr_schedule,
             loop=c.loop,
             stuck_s=c.recovery.stuck_s,
+            router_loss=router_loss_of(c.model.router_aux_loss, self.experts),
         )
 
     def evenly_over(self, workers: list[WorkerEntry]) -> ResolvedRun:
@@ -133,10 +137,12 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     )
     family = family_of_config(raw_facts)
     facts = read_facts(raw_facts)
-    check_attention(config.model.attn_implementation, family)
+    experts = read_experts(raw_facts)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
     max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings or DEFAULT_MAX_LENGTH)
     if not for_drawing:
+        check_attention(config.model.attn_implementation, family)
+        router_loss_of(config.model.router_aux_loss, experts)
         if isinstance(config.adapter.target_modules, list):
             check_target_names(config.adapter.target_modules, family)
         check_layers(config.adapter.layers_to_transform, facts.num_hidden_layers)
@@ -157,6 +163,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         model_folder=folder,
         local_model=is_path and config.model.path != TINY,
         max_length=max_length,
+        experts=experts,
     )
 
 

@@ -41,7 +41,7 @@ def settings_of(spec: RunSpec, data_digest: str | None, shuffle: bool, bucket: b
         "lr_schedule": msgspec.to_builtins(spec.lr_schedule),
         "loop": {"batch_size": spec.loop.batch_size, "max_grad_norm": spec.loop.max_grad_norm},
         "data": {"shuffle": shuffle, "bucket": bucket} | ({} if data_digest is None else {"rows": data_digest}),
-    }
+    } | ({} if spec.router_loss is None else {"router_loss": msgspec.to_builtins(spec.router_loss)})
 
 
 def check_settings(snapshot: Snapshot, folder: Path, settings: dict[str, Any]) -> None:

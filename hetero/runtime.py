@@ -21,18 +21,19 @@ from hetero.spec import ScheduleSpec
 from hetero.stage import IGNORED_LABEL, Stage
 from hetero.transport.link import Link, Received
 from hetero.watchdog import Phase, Progress
-from hetero.wire.flow import RIDERS, pack_shapes, unpack_shapes
+from hetero.wire.flow import RIDERS, ROUTER_GRAD, pack_shapes, unpack_shapes
 from hetero.wire.headers import FrameType, Step, Tensors
 from hetero.wire.tensors import DTYPES, pack, unpack
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as its STEP frame announces it."""
+    """A step as its STEP frame announces it; `real_tokens` is 0 where the router loss is off."""
 
     step: int
     label_tokens: int
     shapes: list[tuple[int, int]]
+    real_tokens: int = 0
 
 
 @dataclass
@@ -93,8 +94,10 @@ class Runtime:
             PeerError: a neighbour or the coordinator failed.
         """
         if self._downstream is not None:
-            header = Step(step=plan.step, label_tokens=plan.label_tokens)
+            header = Step(step=plan.step, label_tokens=plan.label_tokens, real_tokens=plan.real_tokens)
             self._downstream.send(FrameType.STEP, header, [memoryview(pack_shapes(plan.shapes))])
+        if self.stage.router is not None:
+            self.stage.router.begin_step(plan.real_tokens)
         policy = policy_for(
             self._schedule.name, self._index, self._num_stages, len(plan.shapes), self._schedule.max_in_flight
         )
@@ -109,7 +112,7 @@ class _OneStep:
     ) -> None:
         self._rt, self._plan, self._policy = runtime, plan, policy
         self._forwards = deque(batches or ())
-        self._grads: deque[torch.Tensor] = deque()
+        self._grads: deque[dict[str, torch.Tensor]] = deque()
         self._num_forward = self._num_backward = 0
         self._work = StepWork()
 
@@ -139,17 +142,21 @@ class _OneStep:
         if self._rt._downstream is not None:
             assert hidden is not None
             riders = {name: batch[name] for name in RIDERS if name in batch}
+            router = self._rt.stage.router
+            riders |= self._on_host(router.outgoing(self._num_forward)) if router is not None else {}
             self._send(self._rt._downstream, FrameType.FORWARD, self._num_forward, riders, hidden=hidden)
         self._num_forward += 1
         if not self._rt.stage.is_first:
             hit("worker.forward_done")
 
     def _backward(self) -> None:
-        grad = None if self._rt.stage.is_last else self._grads.popleft()
-        grad_in = self._rt.stage.backward(self._num_backward, grad)
+        stage, grads = self._rt.stage, {} if self._rt.stage.is_last else self._grads.popleft()
+        grad_in = stage.backward(self._num_backward, grads.get("grad"), grads.get(ROUTER_GRAD))
+        router_grad = None if stage.router is None else stage.router.end_backward(self._num_backward)
         if self._rt._upstream is not None:
             assert grad_in is not None
-            self._send(self._rt._upstream, FrameType.BACKWARD, self._num_backward, {}, grad=grad_in)
+            riders = {} if router_grad is None else self._on_host({ROUTER_GRAD: router_grad})
+            self._send(self._rt._upstream, FrameType.BACKWARD, self._num_backward, riders, grad=grad_in)
         self._num_backward += 1
         if not self._rt.stage.is_first:
             hit("worker.backward_done")
@@ -161,6 +168,9 @@ class _OneStep:
         on_host = {name: self._rt.stage.device.to_host(tensor.to(dtype)) for name, tensor in large.items()}
         table, payload = pack(on_host | riders)
         link.send(type_, Tensors(step=self._plan.step, micro_batch=micro_batch, tensors=table), payload)
+
+    def _on_host(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._rt.stage.device.to_host(tensor) for name, tensor in tensors.items()}
 
     def _take_arrived(self) -> None:
         for event in self._rt.inbox.take(self._is_work):
@@ -187,7 +197,7 @@ class _OneStep:
                 self._check_labels(tensors["labels"])
             self._forwards.append(tensors)
         else:
-            self._grads.append(tensors["grad"])
+            self._grads.append(tensors)
 
     def _check_labels(self, labels: torch.Tensor) -> None:
         """Labels come from a peer, and index the logits: -100 or a token of the vocabulary."""
@@ -211,4 +221,4 @@ def step_plan_of(event: Received) -> StepPlan:
     """The step that a received STEP frame announces."""
     header = event.frame.header
     assert isinstance(header, Step)
-    return StepPlan(header.step, header.label_tokens, unpack_shapes(event.frame.payload))
+    return StepPlan(header.step, header.label_tokens, unpack_shapes(event.frame.payload), header.real_tokens)

@@ -25,6 +25,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=300)]
 Device = Annotated[str, Meta(pattern=r"^(auto|[a-z]+(:[0-9]+)?)\Z")]
 FloatType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "nf4"]
+# `on` and `off` without quotes are true and false in YAML.
+RouterAuxLoss = Literal["auto", "on", "off"] | bool | Annotated[float, Meta(ge=0)]
 
 
 class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +37,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: FloatType = "float32"
     quantization: Quantization = "none"
     attn_implementation: Literal["sdpa", "eager"] | None = None
+    router_aux_loss: RouterAuxLoss = "auto"
 
 
 class AdapterSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,6 +259,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     allow_targets: list[str] = []
 
 
+class RouterLossSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """The balancing loss of a mixture of experts, where it is on."""
+
+    num_experts: AtLeast1
+    coefficient: Annotated[float, Meta(gt=0)]
+
+
 class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """What every stage of a run must know, and nothing else; the same bytes on every machine.
 
@@ -268,6 +278,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
         workers: the machines of stages 1.., in order.
         boundary_dtypes: for each boundary between stages s and s+1 the dtype of hidden and grad on the wire.
         stuck_s: a forward or backward that takes longer, and ten times the longest before, is taken for stuck.
+        router_loss: experts and coefficient of the router's balancing loss; None where it is off.
     """
 
     seed: AtLeast0
@@ -289,6 +300,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     lr_schedule: LrScheduleSpec
     loop: LoopSpec
     stuck_s: Seconds = 120.0
+    router_loss: RouterLossSpec | None = None
 
     def to_json(self) -> bytes:
         """The canonical JSON of this spec (keys sorted)."""

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hetero import adapters, models
 from hetero.device import Device
+from hetero.errors import ConfigError
 from hetero.families import family_of
 from hetero.keys import key64
+from hetero.router_loss import RouterLoss
 from hetero.spec import RunSpec
 from hetero.token_loss import token_loss
 from hetero.wire.tensors import DTYPES
@@ -49,6 +51,7 @@ class Stage:
         recompute: `layer`: activations inside a layer are computed again in the backward; `stage`: those of all layers,
             from the stage's input. The last stage, whose backward follows its forward, does it by layers.
         adapter: of the whole model, for whoever saves.
+        router: of a mixture of experts whose router loss is on.
     """
 
     def __init__(
@@ -64,11 +67,14 @@ class Stage:
         seed: int,
         recompute: str = "none",
         adapter: adapters.ResolvedAdapter | None = None,
+        router: RouterLoss | None = None,
     ) -> None:
         self.is_first, self.is_last = start == 0, end == num_layers
         self.device, self.model, self.adapter = device, model, adapter
         self.trained: dict[str, nn.Parameter] = adapters.trained_tensors(peft_model)
-        self.dtype = dtype
+        self.dtype, self.router = dtype, router
+        if router is not None or getattr(model.config, "output_router_logits", False):
+            model.config.output_router_logits = router is not None  # what no loss needs would only be kept
         self._seed = seed
         self._scaling = models.logit_scaling(model.config)
         self._in_flight: dict[int, _InFlight] = {}
@@ -104,29 +110,40 @@ class Stage:
             leaf = self.device.from_host(batch["hidden"], self.dtype).detach().requires_grad_()
             inputs["inputs_embeds"] = leaf
         with self._keyed(step, micro_batch):
-            hidden = self._hidden(inputs)  # [B, T, H]
+            output = self._run(inputs)
+            hidden = output.last_hidden_state  # [B, T, H]
+            if self.router is not None:
+                self.router.add_layers(micro_batch, on_device, output.router_logits)
             out = self._loss(hidden, on_device["labels"], label_tokens) if self.is_last else hidden
+            if self.router is not None and self.is_last:
+                out = out + self.router.loss(micro_batch)
         self._in_flight[micro_batch] = _InFlight(step, leaf, out)
         if self.is_last:
             self._losses.append(out.detach())
             return None
         return out.detach()
 
-    def backward(self, micro_batch: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(
+        self, micro_batch: int, grad: torch.Tensor | None, router_grad: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Runs one micro-batch backward; gradients of trained tensors add up.
 
         Args:
             micro_batch: one that went forward.
             grad: on the host, of the hidden that `forward` gave; None on the last stage.
+            router_grad: on the host, of the sum that `router` gave with it; None on the last stage.
 
         Returns:
             The gradient [B, T, H] of the hidden that came in, None on the first stage.
         """
         saved = self._in_flight.pop(micro_batch)
         with self._keyed(saved.step, micro_batch):
-            if saved.out.requires_grad:
-                incoming = None if grad is None else self.device.from_host(grad, saved.out.dtype)
-                torch.autograd.backward(saved.out, incoming)
+            incoming = None if grad is None else self.device.from_host(grad, saved.out.dtype)
+            outs = [(saved.out, incoming)]
+            if self.router is not None and router_grad is not None:
+                outs.append((self.router.probs(micro_batch), self.device.from_host(router_grad)))
+            if outs := [pair for pair in outs if pair[0].requires_grad]:  # in one call, as in one process
+                torch.autograd.backward([out for out, _ in outs], [into for _, into in outs])
         return None if saved.hidden_in is None else saved.hidden_in.grad
 
     def loss(self) -> float:
@@ -154,21 +171,22 @@ class Stage:
             parameter.grad = None
         self._losses.clear()
         self._in_flight.clear()
+        if self.router is not None:
+            self.router.end_step()
         self.device.tidy()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Global key -> the trained tensor's value on the host, a copy."""
         return {key: parameter.detach().to("cpu", copy=True) for key, parameter in self.trained.items()}
 
-    def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """[B, T, H] after the stage's layers, and on the last stage after the norm."""
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        """transformers' output of the stage's layers, on the last stage with the norm."""
         if not self._recompute_all:
-            return self._layers(**inputs)
+            return self.model.base_model(**inputs, use_cache=False)
         # Whoever draws is seeded by hooks inside, so the generators' states need not be kept.
-        return checkpoint(self._layers, **inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-
-    def _layers(self, **inputs: Any) -> torch.Tensor:
-        return self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+        return checkpoint(
+            self.model.base_model, **inputs, use_cache=False, use_reentrant=False, preserve_rng_state=False
+        )
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, label_tokens: int) -> torch.Tensor:
         """Sum over this micro-batch's label tokens / label tokens of the whole step; logits only where a label is."""
@@ -254,4 +272,16 @@ def build_stage(spec: RunSpec, index: int, model_path: str | Path, device: Devic
         seed=spec.seed,
         recompute=spec.loop.recompute,
         adapter=resolved,
+        router=_router(spec, model, device),
     )
+
+
+def _router(spec: RunSpec, model: Any, device: Device) -> RouterLoss | None:
+    if spec.router_loss is None:
+        return None
+    if model.config.num_experts != spec.router_loss.num_experts:
+        raise ConfigError(
+            f"model.path must lead to the model of the run, which has {spec.router_loss.num_experts} experts, "
+            f"found one with {model.config.num_experts}"
+        )
+    return RouterLoss(spec.router_loss, model.config.num_experts_per_tok, device)

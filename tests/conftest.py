@@ -85,6 +85,7 @@ _LLAMA31 = {
     "original_max_position_embeddings": 64,
 }
 _GRANITE = {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
 # Model name -> model_type and what differs from the common shape; None takes a key out of it.
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
@@ -143,6 +144,13 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"shared_expert_intermediate_size": 16}
         | _LINEAR,
     ),
+    "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _EXPERTS | {"num_experts": 4, "mlp_only_layers": [2], "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2, "head_dim": 8}),
+    "gpt_oss": ("gpt_oss", _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4}),
     "gpt2": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "gpt2_dropout": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
     "gpt_neox": ("gpt_neox", {}),
@@ -164,6 +172,10 @@ FAMILY_NAMES = [
     *FAMILIES,
     *("llama_tied", "llama31", "gemma4_experts", "deepseek_q", "falcon_40b", "falcon_alibi"),
 ]
+
+
+# Families with routed experts, which tests/test_router_loss.py is about.
+EXPERT_NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
 def family_of_model(name: str) -> Family:
@@ -263,4 +275,4 @@ def _make_model(name: str, folder: Path) -> None:
     for key, tensor in stored.items():
         if key.endswith("bias") or key in dict(model.named_buffers()):
             torch.nn.init.uniform_(tensor, 0.1, 0.9)
-    model.save_pretrained(folder, max_shard_size="20KB" if name == "llama" else "5GB")
+    model.save_pretrained(folder, max_shard_size="20KB" if name in ("llama", "mixtral") else "5GB")

@@ -23,6 +23,7 @@ from hetero.spec import (
     LrScheduleSpec,
     ModelSpec,
     ObjectSpec,
+    RouterLossSpec,
     RunSpec,
     ScheduleSpec,
     StageSpec,
@@ -55,6 +56,7 @@ def make_spec(
     attn_implementation: str | None = None,
     optimizer: str = "adamw",
     lr: float = 1e-3,
+    router_loss: RouterLossSpec | None = None,
 ) -> RunSpec:
     """A run over `len(cuts) + 1` stages of a local model."""
     facts = read_facts(json.loads((model_dir / "config.json").read_text()))
@@ -89,6 +91,7 @@ def make_spec(
         optimizer=ObjectSpec(f"hetero.optim.{optimizer}", {"lr": lr}),
         lr_schedule=LrScheduleSpec(name="constant"),
         loop=LoopSpec(steps=steps, batch_size=batch_size, microbatch_size=microbatch_size, recompute=recompute),  # type: ignore[arg-type]
+        router_loss=router_loss,
     )
 
 
@@ -145,6 +148,7 @@ def run_stages(
                 dtype=spec.boundary_dtypes[i],
                 max_rows=spec.loop.microbatch_size,
                 max_length=spec.max_length,
+                num_experts=spec.router_loss.num_experts if spec.router_loss is not None else 0,
             )
             end.start()
         downstream[i], upstream[i + 1] = left, right
@@ -174,7 +178,7 @@ def run_stages(
     optimizers = [make_optimizer(s.trained.values(), **spec.optimizer.args) if s.trained else None for s in stages]
     try:
         for number, micro_batches in enumerate(batches_of_steps, 1):
-            _run_one_step(runtimes, number, micro_batches)
+            _run_one_step(runtimes, number, micro_batches, spec.router_loss is not None)
             norm = optim.global_norm(float(n) for stage in stages for n in stage.squared_norms())
             outcome.losses.append(stages[-1].loss())
             outcome.norms.append(norm)
@@ -207,7 +211,9 @@ def _deliver_to(inbox: Inbox) -> Deliver:
     return deliver
 
 
-def _run_one_step(runtimes: list[Runtime], number: int, micro_batches: Sequence[data.MicroBatch]) -> None:
+def _run_one_step(
+    runtimes: list[Runtime], number: int, micro_batches: Sequence[data.MicroBatch], router_loss: bool
+) -> None:
     errors: list[BaseException] = []
 
     def work(index: int) -> None:
@@ -218,6 +224,7 @@ def _run_one_step(runtimes: list[Runtime], number: int, micro_batches: Sequence[
                     number,
                     sum(m.label_tokens for m in micro_batches),
                     [tuple(m.input_ids.shape) for m in micro_batches],  # type: ignore[misc]
+                    sum(m.real_tokens() for m in micro_batches) if router_loss else 0,
                 )
                 runtimes[0].run_step(plan, [m.tensors() for m in micro_batches])
             else:

@@ -61,7 +61,7 @@ def assert_same_gradients(
 
 
 def targets_of(name: str) -> list[str]:
-    return list(FAMILIES[name.partition("_")[0]].linear_modules)
+    return list(FAMILIES[name if name in FAMILIES else name.partition("_")[0]].linear_modules)
 
 
 def with_microbatch(spec: RunSpec, microbatch_size: int, schedule: str, max_in_flight: int | None = None) -> RunSpec:

@@ -48,6 +48,7 @@ class Counter:
     in_flight: int = 0
     peak: int = 0
     fault: Exception | None = None
+    router: None = None
 
     def forward(self, step: int, micro_batch: int, batch: dict[str, torch.Tensor], label_tokens: int) -> Any:
         time.sleep(self.pause())
@@ -62,7 +63,8 @@ class Counter:
         self.inputs[micro_batch] = hidden
         return None if self.is_last else hidden + 1
 
-    def backward(self, micro_batch: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, micro_batch: int, grad: torch.Tensor | None, router_grad: None) -> torch.Tensor | None:
+        assert router_grad is None
         time.sleep(self.pause())
         self.done.append(("backward", 0, micro_batch))
         self.in_flight -= 1

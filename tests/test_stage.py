@@ -197,10 +197,10 @@ def test_each_stage_computes_in_its_own_dtype(
             sent.setdefault(type_, set()).update(e.dtype for e in header.tensors if e.name in ("hidden", "grad"))
         send(self, type_, header, payload)
 
-    def spy_backward(self: Stage, micro_batch: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def spy_backward(self: Stage, micro_batch: int, grad: torch.Tensor | None, *rest: Any) -> torch.Tensor | None:
         if grad is not None:
             arrived.append(grad.dtype)
-        return backward_of(self, micro_batch, grad)
+        return backward_of(self, micro_batch, grad, *rest)
 
     monkeypatch.setattr(SocketLink, "send", spy)
     monkeypatch.setattr(Stage, "backward", spy_backward)

@@ -10,6 +10,14 @@ from hetero.wire.headers import DTYPE_BYTES, MAX_PAYLOAD_BYTES, FrameType, Step,
 
 # Small tensors that ride with the hidden states: name -> dtype; each has the shape [B, T].
 RIDERS = {"labels": "int64", "position_ids": "int64", "attention_mask": "bool"}
+# Where the router loss is on, each FORWARD has these three and each BACKWARD the gradient of the second, in float32
+# whatever the hidden states are sent in: name -> shape from the number of experts.
+ROUTER_SUMS: dict[str, Callable[[int], list[int]]] = {
+    "router_tokens": lambda num_experts: [num_experts],
+    "router_probs": lambda num_experts: [num_experts],
+    "router_rows": lambda num_experts: [1],
+}
+ROUTER_GRAD = "router_grad"
 
 MAX_MICRO_BATCHES = MAX_PAYLOAD_BYTES[FrameType.STEP] // 8
 
@@ -34,6 +42,7 @@ class LinkFlow:
         max_rows: most rows of a micro-batch.
         max_length: most tokens of a row.
         in_flight_cap: of the sending stage, from the number of micro-batches; None lets a whole step through.
+        num_experts: that a router chooses from where the router loss is on, else 0.
     """
 
     def __init__(
@@ -44,10 +53,11 @@ class LinkFlow:
         max_rows: int,
         max_length: int,
         in_flight_cap: Callable[[int], int] | None = None,
+        num_experts: int = 0,
     ) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
         self._in_flight_cap = in_flight_cap or (lambda num_microbatches: num_microbatches)
-        self._max_rows, self._max_length = max_rows, max_length
+        self._max_rows, self._max_length, self._num_experts = max_rows, max_length, num_experts
         self._step: int | None = None
         self._shapes: list[tuple[int, int]] = []
         self._next_forward = self._next_backward = 0
@@ -71,8 +81,14 @@ class LinkFlow:
                     f"a micro-batch has at most {self._max_rows} rows of {self._max_length} tokens, "
                     f"got {rows} of {length}"
                 )
-        if header.label_tokens > sum(rows * length for rows, length in shapes):
+        tokens = sum(rows * length for rows, length in shapes)
+        if header.label_tokens > tokens:
             raise RemoteProtocolError(f"step {header.step} has fewer tokens than its {header.label_tokens} labels")
+        least, most = (max(1, header.label_tokens), tokens) if self._num_experts else (0, 0)
+        if not least <= header.real_tokens <= most:
+            raise RemoteProtocolError(
+                f"step {header.step} must have {least} to {most} real_tokens, got {header.real_tokens}"
+            )
         self._step, self._shapes, self._next_forward, self._next_backward = header.step, shapes, 0, 0
         return shapes
 
@@ -105,7 +121,7 @@ class LinkFlow:
         if len(found) != len(header.tensors):
             raise RemoteProtocolError("a tensor stands twice in a frame")
         allowed = self._allowed(type_, rows, length)
-        required = {"hidden", "labels"} if type_ is FrameType.FORWARD else {"grad"}
+        required = allowed.keys() - (RIDERS.keys() - {"labels"})
         if not required <= found.keys() or any(allowed.get(name) != entry for name, entry in found.items()):
             raise RemoteProtocolError(
                 f"{type_.name} must hold {', '.join(map(_show, allowed.values()))}; "
@@ -124,6 +140,11 @@ class LinkFlow:
         if type_ is FrameType.FORWARD:
             for name, dtype in RIDERS.items():
                 allowed[name] = TensorEntry(name, dtype, [rows, length])  # type: ignore[arg-type]
+        if self._num_experts and type_ is FrameType.FORWARD:
+            for name, shape in ROUTER_SUMS.items():
+                allowed[name] = TensorEntry(name, "float32", shape(self._num_experts))
+        elif self._num_experts:
+            allowed[ROUTER_GRAD] = TensorEntry(ROUTER_GRAD, "float32", [self._num_experts])
         return allowed
 
 

@@ -130,23 +130,30 @@ class Synced(Header, frozen=True, forbid_unknown_fields=True):
     adapter: Annotated[str, Meta(max_length=64)] = ""
 
 
-class Step(Header, frozen=True, forbid_unknown_fields=True):
-    """A step begins; the payload is int32 [M, 2]: rows and length of each micro-batch."""
+class Step(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A step begins; the payload is int32 [M, 2]: rows and length of each micro-batch.
+
+    `real_tokens`, all but padding, is there where the router loss is on.
+    """
 
     step: Count
     label_tokens: Count
+    real_tokens: Count = 0
 
 
 class Tensors(Header, frozen=True, forbid_unknown_fields=True):
-    """Hidden states of a micro-batch (FORWARD) or their gradient (BACKWARD)."""
+    """Hidden states of a micro-batch (FORWARD) or their gradient (BACKWARD), and the small tensors that ride along."""
 
     step: Count
     micro_batch: Count
     tensors: Table
 
 
-class Ready(Header, frozen=True, forbid_unknown_fields=True):
-    """A stage's backward work of a step is done; the payload is float64 [n]: squared gradient norms."""
+class Ready(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A stage's backward work of a step is done; the payload is float64 [n]: squared gradient norms.
+
+    The last stage gives the `loss`, and where the router loss is on the part of it that is the routers'.
+    """
 
     step: Count
     finite: bool
@@ -155,6 +162,7 @@ class Ready(Header, frozen=True, forbid_unknown_fields=True):
     wait_s: float
     bytes_sent: Count
     memory_bytes: Count
+    router_loss: float | None = None
 
 
 class Apply(Header, frozen=True, forbid_unknown_fields=True):
