@@ -99,12 +99,12 @@ class _FrozenHeadLoss(torch.autograd.Function):
             at_target = logits.gather(1, picked)
             sums = logits.exp_().sum(dim=-1, keepdim=True)
             total += (sums.log() - at_target).sum()
-            if grad is None:
-                continue
-            logits.mul_(scale / sums)  # the softmax, scaled
-            logits.scatter_add_(1, picked, at_target.new_full(at_target.shape, -scale))
-            logits.mul_(slope)
-            torch.mm(logits.to(weight.dtype), weight, out=grad[rows])
+            if grad is not None:
+                logits.mul_(scale / sums)  # the softmax, scaled
+                logits.scatter_add_(1, picked, at_target.new_full(at_target.shape, -scale))
+                logits.mul_(slope)
+                torch.mm(logits.to(weight.dtype), weight, out=grad[rows])
+            del logits, slope  # before the next chunk's are made
         ctx.save_for_backward(grad)
         return total * scale
 
@@ -135,8 +135,10 @@ class _Head(NamedTuple):
         """Rows and the sum of their losses, of chunks as large as the vocabulary allows; the same in each pass."""
         self.seed()
         for rows in _chunks(hidden.shape[0], _vocabulary(self.module)):
-            logits = logits_of(self.module, hidden[rows], self.scaling)
-            yield rows, F.cross_entropy(logits, targets[rows], reduction="sum")
+            yield (
+                rows,
+                F.cross_entropy(logits_of(self.module, hidden[rows], self.scaling), targets[rows], reduction="sum"),
+            )
 
 
 class _AnyHeadLoss(torch.autograd.Function):
@@ -160,7 +162,8 @@ class _AnyHeadLoss(torch.autograd.Function):
         leaf = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
             for _, loss in ctx.head.losses(leaf, targets):
-                torch.autograd.backward(loss, grad_loss * ctx.scale)  # one chunk's logits are alive at a time
+                torch.autograd.backward(loss, grad_loss * ctx.scale)
+                del loss  # one chunk's logits are alive at a time
         return leaf.grad, *(None for _ in range(3 + ctx.num_trained))
 
 

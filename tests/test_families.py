@@ -43,6 +43,8 @@ PADDINGS: dict[str, tuple[tuple[int, ...], Any]] = {
     "right": ((10, 4), "right"),
     "left": ((10, 4), "left"),
 }
+# Families whose shared experts and dense layers have linear modules of names that PEFT takes for the routed experts'.
+WITH_EXPERTS = ("deepseek_v3", "qwen3_next", "qwen2_moe", "qwen3_moe")
 CASES = [
     (name, attention)
     for name in FAMILY_NAMES
@@ -204,7 +206,7 @@ def test_the_table_names_the_modules(tiny: Tiny, name: str) -> None:
     assert model.get_decoder() is base
     assert isinstance(getattr(base, family.final_norm), nn.Module)
     linear = {n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    experts = {"gate_proj", "up_proj", "down_proj"} if family.model_type in ("deepseek_v3", "qwen3_next") else set()
+    experts = {"gate_proj", "up_proj", "down_proj"} if family.model_type in WITH_EXPERTS else set()
     assert linear | set(family.optional_modules) == set(family.linear_modules) | experts
     for module, _ in layers_of(model).named_modules():
         if module:
