@@ -71,8 +71,9 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_dropout": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
 }
 MODEL_NAMES = ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "gpt2"]
-# Families with routed experts, which tests/test_router_loss.py is about.
-EXPERT_NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+# Families with routed experts, which tests/test_router_loss.py is about, and what they call the router.
+ROUTERS = {"mixtral": "gate", "qwen2_moe": "gate", "qwen3_moe": "gate", "gpt_oss": "router"}
+EXPERT_NAMES = list(ROUTERS)
 
 Tiny = Callable[[str], Path]
 

@@ -310,7 +310,7 @@ def test_every_family_has_a_model_class_and_names_its_modules(tiny: Tiny) -> Non
     from transformers.pytorch_utils import Conv1D
 
     for model_type, family in FAMILIES.items():
-        if model_type in EXPERT_NAMES:  # see test_router_loss.py
+        if model_type in EXPERT_NAMES:  # see test_experts.py
             continue
         model = meta_model(tiny(model_type))
         layer = layers_of(model)[0]
