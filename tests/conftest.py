@@ -172,10 +172,9 @@ FAMILY_NAMES = [
     *FAMILIES,
     *("llama_tied", "llama31", "gemma4_experts", "deepseek_q", "falcon_40b", "falcon_alibi"),
 ]
-
-
-# Families with routed experts, which tests/test_router_loss.py is about.
-EXPERT_NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+# Families with routed experts, which tests/test_router_loss.py is about, and what they call the router.
+ROUTERS = {"mixtral": "gate", "qwen2_moe": "gate", "qwen3_moe": "gate", "gpt_oss": "router"}
+EXPERT_NAMES = list(ROUTERS)
 
 
 def family_of_model(name: str) -> Family:
