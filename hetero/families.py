@@ -143,7 +143,7 @@ _TABLE = (
     Family("mixtral", linear_modules=_ATTENTION),
     Family("qwen2_moe", linear_modules=(*_ATTENTION, "shared_expert_gate"), default_targets=_ATTENTION),
     Family("qwen3_moe", linear_modules=_ATTENTION),
-    Family("gpt_oss", eager_only=True, linear_modules=_ATTENTION),
+    Family("gpt_oss", eager_only=True, isolates_documents=False, linear_modules=_ATTENTION),
     Family(
         "gpt2",
         layers="h",
