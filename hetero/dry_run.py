@@ -1,4 +1,4 @@
-"""What a run would need, shown before anything is downloaded, loaded or contacted; and what would help where it lacks."""
+"""What a run would need, shown before anything is downloaded or contacted, and what would help where it lacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import rich
 from rich.table import Table
 
 from hetero.errors import ConfigError
-from hetero.memory import RUNTIME_BYTES, RunMemory, StageMemory, memory_of
+from hetero.memory import RUNTIME_BYTES, RunMemory, StageMemory, memory_of, show_bytes
 from hetero.resolve import ResolvedRun
 from hetero.spec import Config
 
-_GIB = 1 << 30
 _COLUMNS = ("stage", "layers", "weights", "adapter", "activations", "work", "links", "total", "memory")
 
 
@@ -42,14 +41,14 @@ def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
     machine, num_bytes = max(lacking.items(), key=lambda item: item[1])
     indices = ", ".join(str(stage.index) for stage in memory.stages if stage.machine == machine)
     raise ConfigError(
-        f"shard_plan must fit the machines: {machine} (stage {indices}) lacks {_gib(num_bytes)} GiB; "
+        f"shard_plan must fit the machines: {machine} (stage {indices}) lacks {show_bytes(num_bytes)}; "
         "see above for what would help"
     )
 
 
 def table_of(resolved: ResolvedRun, memory: RunMemory) -> Table:
-    """A row for each stage, in GiB."""
-    table = Table(title=f"memory of each stage at its peak, in GiB ({resolved.config.model.path})", title_justify="left")
+    """A row for each stage."""
+    table = Table(title=f"memory of each stage at its peak ({resolved.config.model.path})", title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("stage", "layers") else "right")
     for stage in memory.stages:
@@ -57,13 +56,13 @@ def table_of(resolved: ResolvedRun, memory: RunMemory) -> Table:
         table.add_row(
             f"{stage.index} {stage.id}",
             f"{plan.start}-{plan.end - 1}",
-            "\n".join(f"{kind} {_gib(size)}" for kind, size in sorted(stage.weights.items())),
-            _gib(stage.adapter + stage.gradients + stage.optimizer),
-            f"{stage.in_flight} x {_gib(stage.per_micro_batch)}",
-            f"layer {_gib(stage.layer_work)}" + (f"\nlogits {_gib(stage.logits)}" if stage.logits else ""),
-            _gib(stage.link_buffers),
-            _gib(stage.total),
-            "?" if stage.available is None else _gib(stage.available),
+            "\n".join(f"{kind} {show_bytes(size)}" for kind, size in sorted(stage.weights.items())),
+            show_bytes(stage.adapter + stage.gradients + stage.optimizer),
+            f"{stage.in_flight} x {show_bytes(stage.per_micro_batch)}",
+            f"layer {show_bytes(stage.layer_work)}" + (f"\nlogits {show_bytes(stage.logits)}" if stage.logits else ""),
+            show_bytes(stage.link_buffers),
+            show_bytes(stage.total),
+            "?" if stage.available is None else show_bytes(stage.available),
         )
     return table
 
@@ -77,7 +76,7 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
     )
     yield (
         "adapter: values, gradients and optimizer state; activations: micro-batches in flight x what each holds; "
-        f"work: the larger of the two; total: with {_gib(RUNTIME_BYTES)} GiB for the programs"
+        f"work: the larger of the two; total: with {show_bytes(RUNTIME_BYTES)} for the programs"
     )
     if any(stage.available is None for stage in memory.stages):
         yield "memory ?: give memory_gb in the machine's entry under hardware to have it compared"
@@ -86,8 +85,8 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
         yield "stages on one machine share its memory: their totals are added"
     for link in memory.links:
         yield (
-            f"link {link.index}-{link.index + 1}: {link.forward / 2**20:,.1f} MiB a step forward, "
-            f"{link.backward / 2**20:,.1f} MiB back ({(link.forward + link.backward) * 8 / 1e9:.2g} s of 1 Gbit/s in all)"
+            f"link {link.index}-{link.index + 1}: {show_bytes(link.forward)} a step forward, "
+            f"{show_bytes(link.backward)} back ({(link.forward + link.backward) * 8 / 1e9:.2g} s of 1 Gbit/s in all)"
         )
 
 
@@ -96,11 +95,11 @@ def advice(resolved: ResolvedRun, memory: RunMemory, shapes_dir: Path) -> Iterat
     changes = list(_changes(resolved.config, memory))
     tried = [(text, memory_of(_with(resolved, config), shapes_dir)) for text, config in changes]
     for machine, lack in memory.lacking().items():
-        yield f"{machine} lacks {_gib(lack)} GiB; one change at a time:"
+        yield f"{machine} lacks {show_bytes(lack)}; one change at a time:"
         for text, changed in tried:
             left = changed.lacking().get(machine, 0)
             if left < lack:
-                yield f"  {text}: {'fits' if not left else f'lacks {_gib(left)} GiB'}"
+                yield f"  {text}: {'fits' if not left else f'lacks {show_bytes(left)}'}"
         for stage in memory.stages:
             if stage.machine == machine and len(memory.lacking()) < len({other.machine for other in memory.stages}):
                 yield _layers_to_move(resolved, stage, lack)
@@ -138,9 +137,5 @@ def _layers_to_move(resolved: ResolvedRun, stage: StageMemory, lack: int) -> str
     a_layer = (stage.training - stage.work - stage.link_buffers + sum(stage.weights.values())) / count
     moved = math.ceil(lack / a_layer)
     if moved < count:
-        return f"  shard_plan: about {moved} of its {count} layers on another machine ({_gib(int(a_layer))} GiB each)"
+        return f"  shard_plan: about {moved} of its {count} layers on another machine ({show_bytes(int(a_layer))} each)"
     return f"  shard_plan: even one of its {count} layers is too much beside what it holds besides"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:,.2f}"

@@ -3,7 +3,8 @@
 One decoder layer of the whole model runs as if it were a stage of its own, with PEFT's modules and transformers' own
 code, on torch's fake tensors: kernels are chosen as on a real CPU, and nothing is computed. A dispatch mode sees every
 storage come and go. So the figures hold for each family as it is, and there is no formula that could be out of date.
-Relies on torch's `FakeTensorMode`; the version is pinned, and tests compare with real runs.
+Relies on torch's `FakeTensorMode` and transformers' `find_packed_sequence_indices`; the versions are pinned, and tests
+compare with real runs.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Usage:
     work: int
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that are made while it is on and still there."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.place = "around"
         self._live: dict[int, tuple[int, str]] = {}
@@ -100,7 +101,7 @@ class _Cut(torch.autograd.Function):
         return hidden.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         shape, dtype, device = ctx.like
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -114,7 +115,7 @@ class _FourBitProduct(torch.autograd.Function):
         return nn.functional.linear(x, x.new_empty(ctx.shape))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad @ grad.new_empty(ctx.shape), None
 
 
@@ -168,7 +169,13 @@ class FakeRun:
             device_type: of the stage; it decides how attention is computed.
         """
         allocations = Allocations()
-        with self._alone(index), self._mode, _attention_of(device_type), _linears(self._model, four_bit):
+        with (
+            self._alone(index),
+            self._mode,
+            _attention_of(device_type),
+            _linears(self._model, four_bit),
+            _one_document_a_row(),
+        ):
             self._give_fakes(dtype, allocations)
             inputs, leaf = self._inputs(index, shape, dtype, input_grad)
             allocations.ignore(iter(inputs.values()))
@@ -207,7 +214,8 @@ class FakeRun:
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The end of the graph, which alone is held."""
-        end: torch.Tensor = _Cut.apply(self._model.base_model(**inputs, use_cache=False).last_hidden_state)
+        hidden = self._model.base_model(**inputs, use_cache=False).last_hidden_state
+        end: torch.Tensor = _Cut.apply(hidden)  # type: ignore[no-untyped-call]
         return end
 
     def _inputs(
@@ -260,7 +268,7 @@ def _linears(model: nn.Module, four_bit: bool) -> Iterator[None]:
     """Lets linear modules compute as if their weights were held in 4 bits."""
     found = list(quantized_linears(model).values()) if four_bit else []
     for module in found:
-        num_out = module.nf if hasattr(module, "nf") else module.out_features
+        num_out: Any = module.nf if hasattr(module, "nf") else module.out_features  # Conv1D, Linear
         module.forward = functools.partial(_four_bit, num_out)
     try:
         yield
@@ -270,7 +278,7 @@ def _linears(model: nn.Module, four_bit: bool) -> Iterator[None]:
 
 
 def _four_bit(num_out: int, x: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = _FourBitProduct.apply(x, num_out)
+    product: torch.Tensor = _FourBitProduct.apply(x, num_out)  # type: ignore[no-untyped-call]
     return product
 
 
@@ -290,6 +298,19 @@ def _noting(layer: nn.Module, allocations: Allocations) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _one_document_a_row() -> Iterator[None]:
+    """Answers for transformers what it cannot see in positions without values: that no row holds two documents."""
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 def _attention_of(device_type: str) -> contextlib.AbstractContextManager[None]:

@@ -142,6 +142,11 @@ def memory_of(resolved: ResolvedRun, shapes_dir: Path) -> RunMemory:
     return _Planner(resolved, spec, whole).run()
 
 
+def show_bytes(num_bytes: int) -> str:
+    """A size as people read it, to three digits or so."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def nf4_bytes(num_parameters: int) -> int:
     """Bytes of one matrix in 4 bits with double quantisation."""
     blocks = math.ceil(num_parameters / _BLOCK)
@@ -185,6 +190,7 @@ class _Planner:
         self._shape = Shape(rows, spec.max_length, padded=rows > 1)
         self._micro_batches = math.ceil(loop.batch_size / loop.microbatch_size)
         self._fake = FakeRun(whole, resolved.family, spec.model.attn_implementation, loop.recompute)
+        self._parameters = [(_plain(name), parameter) for name, parameter in whole.named_parameters()]
         self._usages: dict[Any, Usage] = {}
         self._quantized = {_plain(f"{name}.weight") for name in quantized_linears(whole)}
 
@@ -233,9 +239,9 @@ class _Planner:
         """Name -> parameter of all that a stage holds, by the rule that loading uses."""
         plan, config = self._spec.stages[index], self._whole.config
         extent = {"num_layers": self._spec.num_hidden_layers, "tied": config.tie_word_embeddings}
-        for name, parameter in self._whole.named_parameters():
+        for name, parameter in self._parameters:
             if holds(name, self._resolved.family, plan.start, plan.end, **extent):
-                yield _plain(name), parameter
+                yield name, parameter
 
     def _activations(self, index: int, device_type: str) -> tuple[int, int, int]:
         """What a stage keeps of a micro-batch, and what a layer's and the head's work take besides."""
@@ -282,9 +288,7 @@ class _Planner:
 
     def _cap(self, index: int) -> int:
         schedule = self._spec.schedule
-        policy = policy_for(
-            schedule.name, index, len(self._spec.stages), self._micro_batches, schedule.max_in_flight
-        )
+        policy = policy_for(schedule.name, index, len(self._spec.stages), self._micro_batches, schedule.max_in_flight)
         return policy.in_flight_cap
 
     def _link_buffers(self, index: int, device_type: str) -> int:
