@@ -78,6 +78,11 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
         "adapter: values, gradients and optimizer state; activations: micro-batches in flight x what each holds; "
         f"work: the larger of the two; total: with {show_bytes(RUNTIME_BYTES)} for the programs"
     )
+    if any("cpu" in stage.machine for stage in memory.stages):
+        yield (
+            "on a CPU weights in the checkpoint's own numbers are mapped from the file and can be dropped again; "
+            "the C library's heap may hold up to as much again as the activations"
+        )
     if any(stage.available is None for stage in memory.stages):
         yield "memory ?: give memory_gb in the machine's entry under hardware to have it compared"
     sharing = {stage.machine for stage in memory.stages}

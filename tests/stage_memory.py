@@ -1,8 +1,9 @@
 """A worker's process whose anonymous memory is watched while it loads a stage and takes two steps (Linux).
 
-`python stage_memory.py MODEL_FOLDER SPEC_JSON STAGE HEAP`: prints the peak in bytes over that of the process when it was
-warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `kept` for a worker as it is, or `returned`: large blocks then go back to the system at once, so that
-what is seen is what is held, and not what the C library's heap has lost between its blocks.
+`python stage_memory.py MODEL_FOLDER SPEC_JSON STAGE HEAP`: prints the peak in bytes over that of the process when it
+was warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `kept` for a worker as it
+is, or `returned`: large blocks then go back to the system at once, so that what is seen is what is held, and not what
+the C library's heap has lost between its blocks.
 """
 
 from __future__ import annotations

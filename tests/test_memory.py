@@ -236,7 +236,6 @@ ALLOWANCE = 32 << 20  # of small things, which matter beside a small model alone
 def test_workers_of_a_real_model_hold_what_was_predicted(numbers: list[str]) -> None:
     """30 layers on three stages."""
     folder = fetched_folder("HuggingFaceTB/SmolLM2-135M-Instruct")
-    assert folder is not None
     plan = ["shard_plan=split", "shard_plan.split_points=[10,20]", "loop.batch_size=8"]
     for peak, predicted in watched(folder, "float32", *plan, *numbers):
         assert peak <= 1.10 * predicted + ALLOWANCE
