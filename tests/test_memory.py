@@ -70,11 +70,12 @@ def really_kept(stage: Stage, batch: dict[str, torch.Tensor]) -> int:
 # ---- activations
 
 
-@pytest.mark.parametrize("shape", [ONE_ROW, TWO_ROWS], ids=["one_row", "padded"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", ONE_ROW), ("bfloat16", TWO_ROWS)], ids=["float32_one_row", "bfloat16_padded"]
+)
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_what_a_micro_batch_holds_is_what_autograd_saves(tiny: Tiny, name: str, dtype: str, shape: list[str]) -> None:
-    """Every family, in two dtypes, with and without a mask, on the first, a middle and the last stage."""
+    """Every family, without a mask and with one, on the first, a middle and the last stage."""
     resolved, memory = planned(f"model.path={tiny(name)}", f"model.dtype={dtype}", *ALL_LINEAR, *shape)
     spec = resolved.spec(total_steps=1)
     for index, figures in enumerate(memory.stages):
