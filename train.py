@@ -8,7 +8,7 @@ from hetero.script import run_script
 
 
 def train(raw: dict[str, Any], run_dir: Path) -> bool:
-    """One run: checks everything first, then coordinates it, or serves as one of its workers.
+    """One run: checks everything first, then coordinates it, or serves as one of its workers; or only figures for it.
 
     Returns:
         Whether somebody ended it before its last step.
@@ -17,6 +17,11 @@ def train(raw: dict[str, Any], run_dir: Path) -> bool:
     from hetero.resolve import resolve
     from hetero.roles import worker_here
 
+    if raw.get("dry_run") is True:
+        from hetero.dry_run import dry_run
+
+        dry_run(resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True), SHAPES_DIR)
+        return False
     resolved = resolve(raw, shapes_dir=SHAPES_DIR)
     worker = worker_here(resolved.config)
     if worker is not None:

@@ -14,11 +14,13 @@ def visualize(raw: dict[str, Any], run_dir: Path) -> None:
     """Writes the plan as Mermaid and DOT text, and says where."""
     from hetero.config import SHAPES_DIR
     from hetero.diagram import write_diagrams
+    from hetero.memory import memory_of
     from hetero.resolve import resolve
 
     output = raw.pop("output")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
-    for path in write_diagrams(resolved, run_dir if output is None else _of_job(Path(output).expanduser())):
+    place = run_dir if output is None else _of_job(Path(output).expanduser())
+    for path in write_diagrams(resolved, place, memory_of(resolved, SHAPES_DIR)):
         log.info("%s", path)
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero.errors import ConfigError, show_address
+from hetero.memory import RunMemory, show_bytes
 from hetero.resolve import ResolvedRun
 
 FORMATS = (".mmd", ".dot")
 
 
-def write_diagrams(resolved: ResolvedRun, output: Path) -> list[Path]:
+def write_diagrams(resolved: ResolvedRun, output: Path, memory: RunMemory | None = None) -> list[Path]:
     """Writes the plan's diagrams.
 
     Args:
         resolved: the run.
+        memory: its figures, to be shown as well.
         output: a file that ends in .mmd or .dot, or a folder that gets both.
 
     Returns:
@@ -26,7 +28,7 @@ def write_diagrams(resolved: ResolvedRun, output: Path) -> list[Path]:
     if output.suffix and output.suffix not in FORMATS:
         raise ConfigError(f"output must end in {' or '.join(FORMATS)}, or be a folder, got {str(output)!r}")
     targets = [output] if output.suffix else [output / f"architecture{suffix}" for suffix in FORMATS]
-    texts = {".mmd": mermaid(resolved), ".dot": dot(resolved)}
+    texts = {".mmd": mermaid(resolved, memory), ".dot": dot(resolved, memory)}
     written = []
     for target in targets:
         try:
@@ -38,28 +40,28 @@ def write_diagrams(resolved: ResolvedRun, output: Path) -> list[Path]:
     return written
 
 
-def mermaid(resolved: ResolvedRun) -> str:
+def mermaid(resolved: ResolvedRun, memory: RunMemory | None = None) -> str:
     """The plan as a Mermaid flowchart."""
     lines = ["flowchart LR"]
-    for index, label in enumerate(_labels(resolved)):
+    for index, label in enumerate(_labels(resolved, memory)):
         text = "<br/>".join(_mermaid_text(line) for line in label)
         lines.append(f'    s{index}["{text}"]')
-    for index, text in enumerate(_link_labels(resolved)):
+    for index, text in enumerate(_link_labels(resolved, memory)):
         lines.append(f'    s{index} -->|"{_mermaid_text(text)}"| s{index + 1}')
     return "\n".join(lines) + "\n"
 
 
-def dot(resolved: ResolvedRun) -> str:
+def dot(resolved: ResolvedRun, memory: RunMemory | None = None) -> str:
     """The plan as a Graphviz digraph."""
     lines = ["digraph pipeline {", "    rankdir=LR;", "    node [shape=box];"]
-    for index, label in enumerate(_labels(resolved)):
+    for index, label in enumerate(_labels(resolved, memory)):
         lines.append(f"    s{index} [label={_dot_text(label)}];")
-    for index, text in enumerate(_link_labels(resolved)):
+    for index, text in enumerate(_link_labels(resolved, memory)):
         lines.append(f"    s{index} -> s{index + 1} [label={_dot_text([text])}, dir=both];")
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _labels(resolved: ResolvedRun) -> list[list[str]]:
+def _labels(resolved: ResolvedRun, memory: RunMemory | None) -> list[list[str]]:
     """Lines of text for each stage."""
     hardware, labels = resolved.config.hardware, []
     for index, stage in enumerate(resolved.stages):
@@ -72,17 +74,23 @@ def _labels(resolved: ResolvedRun) -> list[list[str]]:
             parts.append("norm, head")
         kind = f"{stage.dtype}" + ("" if stage.quantization == "none" else f", {stage.quantization}")
         labels.append([f"stage {index}: {stage.id}", host, f"{stage.device or 'auto'}, {kind}", " + ".join(parts)])
+        if memory is not None:
+            figures = memory.stages[index]
+            labels[-1].append(f"{figures.parameters / 1e6:,.1f} M parameters, {figures.trained / 1e6:,.2f} M trained")
+            labels[-1].append(f"{show_bytes(figures.total)} of memory")
     return labels
 
 
-def _link_labels(resolved: ResolvedRun) -> list[str]:
+def _link_labels(resolved: ResolvedRun, memory: RunMemory | None) -> list[str]:
     """A text for each link: bytes per token and direction."""
     spec_dtype = resolved.config.transport.wire_dtype
     labels = []
-    for stage in resolved.stages[:-1]:
+    for index, stage in enumerate(resolved.stages[:-1]):
         dtype = stage.dtype if spec_dtype == "auto" else spec_dtype
         size = resolved.facts.hidden_size * (4 if dtype == "float32" else 2)
         labels.append(f"{dtype} hidden and grad, {size / 1024:g} KiB/token each way")
+        if memory is not None:
+            labels[-1] += f", {show_bytes(memory.links[index].forward + memory.links[index].backward)}/step in all"
     return labels
 
 

@@ -179,14 +179,14 @@ def _stage_class(cls: Any, family: Family, start: int, end: int) -> Any:
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            _prune(self, family, start, end)
+            prune(self, family, start, end)
 
     Stage.__name__ = Stage.__qualname__ = cls.__name__
     Stage.__module__ = cls.__module__  # from elsewhere it would count as custom code: no renaming of old files' tensors
     return Stage
 
 
-def _prune(model: Any, family: Family, start: int, end: int) -> None:
+def prune(model: Any, family: Family, start: int, end: int) -> None:
     """Replaces what other stages hold; the list of layers keeps its length."""
     base = model.base_model
     layers = getattr(base, family.layers)

@@ -122,7 +122,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     Args:
         raw: plain data of the configuration files and the command line.
         shapes_dir: configurations of models whose weights are not here.
-        for_drawing: only the plan is needed: sample host names and missing data are no fault.
+        for_drawing: only the plan and its figures are needed: sample host names and missing data are no fault.
 
     Raises:
         ConfigError: something cannot work.
@@ -140,18 +140,16 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     experts = read_experts(raw_facts)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
     max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings or DEFAULT_MAX_LENGTH)
+    _check_sizes(config, facts, max_length)
     if not for_drawing:
         check_attention(config.model.attn_implementation, family)
         router_loss_of(config.model.router_aux_loss, experts)
         if isinstance(config.adapter.target_modules, list):
             check_target_names(config.adapter.target_modules, family)
         check_layers(config.adapter.layers_to_transform, facts.num_hidden_layers)
-        _check_for_training(config, facts, stages, max_length)
-        if config.data.packing and not family.isolates_documents:
-            raise ConfigError(
-                f"data.packing must be false for a {family.model_type} model, got true: in transformers its "
-                "layers see across the documents of a row"
-            )
+        _check_for_training(config, stages)
+        if config.data.packing:
+            _check_packing(config, family, router_loss_of(config.model.router_aux_loss, experts) is not None)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
     return ResolvedRun(
@@ -195,7 +193,23 @@ def _check_objects(config: Config) -> None:
     convert(optimizer.args, OPTIMIZER_ARGS.get(optimizer.target, AnyOptimizerArgs), root="optimizer")
 
 
-def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpec], max_length: int) -> None:
+def _check_sizes(config: Config, facts: ModelFacts, max_length: int) -> None:
+    """What figures from the configuration alone rest on as well."""
+    loop, data = config.loop, config.data
+    limit = facts.max_position_embeddings
+    if limit is not None and data.max_length is not None and data.max_length > limit:
+        raise ConfigError(
+            f"data.max_length must be at most {limit} (max_position_embeddings of the model), got {data.max_length}"
+        )
+    frames = loop.microbatch_size * max_length * facts.hidden_size * 4
+    if frames > config.transport.max_frame_bytes:
+        raise ConfigError(
+            f"transport.max_frame_bytes must hold a micro-batch ({frames} bytes: loop.microbatch_size x "
+            f"{max_length} tokens (data.max_length) x {facts.hidden_size} x 4), got {config.transport.max_frame_bytes}"
+        )
+
+
+def _check_for_training(config: Config, stages: list[StageSpec]) -> None:
     loop, data = config.loop, config.data
     if (loop.steps is None) == (loop.epochs is None):
         raise ConfigError(f"loop must give steps or epochs and null for the other, got {loop.steps} and {loop.epochs}")
@@ -203,23 +217,27 @@ def _check_for_training(config: Config, facts: ModelFacts, stages: list[StageSpe
         raise ConfigError(f"data.path must be given for data={data.source}: data.path=FILE")
     if data.source == "jsonl" and data.path and not Path(data.path).expanduser().exists():
         raise ConfigError(f"data.path must be a file of JSON lines, found nothing at {Path(data.path).absolute()}")
-    limit = facts.max_position_embeddings
-    if limit is not None and data.max_length is not None and data.max_length > limit:
-        raise ConfigError(
-            f"data.max_length must be at most {limit} (max_position_embeddings of the model), got {data.max_length}"
-        )
     init_from = config.adapter.init_from
     if init_from is not None and not Path(init_from).expanduser().is_dir():
         raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found none at {init_from}")
-    frames = loop.microbatch_size * max_length * facts.hidden_size * 4
-    if frames > config.transport.max_frame_bytes:
-        raise ConfigError(
-            f"transport.max_frame_bytes must hold a micro-batch ({frames} bytes: loop.microbatch_size x "
-            f"{max_length} tokens (data.max_length) x {facts.hidden_size} x 4), got {config.transport.max_frame_bytes}"
-        )
     for index, stage in enumerate(stages):
         if stage.quantization == "nf4" and (index == 0 or config.hardware.launch == "local"):
             _need_bitsandbytes(index, stage)
+
+
+def _check_packing(config: Config, family: Family, with_router_loss: bool) -> None:
+    """Packed rows have no mask: documents have to be isolated by position, and padding would count as tokens."""
+    if not family.isolates_documents:
+        raise ConfigError(
+            f"data.packing must be false for a {family.model_type} model, got true: in transformers its layers see "
+            "across the documents of a row"
+        )
+    if with_router_loss and (config.loop.microbatch_size > 1 or config.data.bucket):
+        raise ConfigError(
+            "data.packing with the router loss needs loop.microbatch_size=1 and data.bucket=false, since padding of "
+            f"packed rows would count in it, got {config.loop.microbatch_size} and {config.data.bucket}; or "
+            "model.router_aux_loss=off"
+        )
 
 
 def _need_bitsandbytes(index: int, stage: StageSpec) -> None:

@@ -19,6 +19,7 @@ from hetero.schedule import policy_for
 AtLeast0 = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+Gigabytes = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Name = Annotated[str, Meta(min_length=1, max_length=300)]
@@ -92,19 +93,21 @@ class ShardPlanSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CoordinatorSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """The machine of stage 0."""
+    """The machine of stage 0; `memory_gb` is what a dry run compares with."""
 
     host: Name = "localhost"
     device: Device = "auto"
+    memory_gb: Gigabytes | None = None
 
 
 class WorkerEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine that runs `worker.py`."""
+    """A machine that runs `worker.py`; `memory_gb` is what a dry run compares with."""
 
     id: Name
     host: Name
     port: Port = 9999
     device: Device = "auto"
+    memory_gb: Gigabytes | None = None
 
 
 class HardwareSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,6 +259,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     seed: AtLeast0 = 0
     role: Literal["auto", "coordinator", "worker"] = "auto"
     run_name: str | None = None
+    dry_run: bool = False
     allow_targets: list[str] = []
 
 

@@ -73,6 +73,8 @@ def test_known_plan_is_drawn_without_weights_workers_or_net_in_little_memory(tmp
     text = (tmp_path / "known" / "architecture.mmd").read_text(encoding="utf-8")
     for expected in ("layers 0-9", "layers 10-23", "layers 24-31", "embedding", "norm, head", "nf4", "8 KiB/token"):
         assert expected in text
+    for expected in ("2,706.5 M parameters", "GiB of memory", "MiB/step in all"):
+        assert expected in text
     assert "pc1.example" in text and "pc2.example" in text
     assert "layers 70-79" in (tmp_path / "big" / "architecture.mmd").read_text(encoding="utf-8")
 

@@ -1,0 +1,98 @@
+"""What `python train.py dry_run=true` shows, and what it does not need (cases P05, V02)."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import REPO, composed, run_here
+
+from hetero.config import SHAPES_DIR
+from hetero.dry_run import advice, notes_of
+from hetero.memory import memory_of
+from hetero.resolve import resolve
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+SMALL_MACHINES = "hardware.workers=[{id: pc, host: pc.example, memory_gb: 4}]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "hardware", "stages"), [("llama8b_2stage", "mac_and_pc", 2), ("llama8b_3stage", "mac_and_two_pcs", 3)]
+)
+def test_known_plan_is_shown_without_weights_network_or_workers(
+    tmp_path: Path, plan: str, hardware: str, stages: int
+) -> None:
+    """In a process of its own: 20 s of processor time at most (under 10 s on an idle machine), 1 GB of memory."""
+    empty = {"HF_HOME": str(tmp_path / "hub"), "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "140"}
+    args = [f"shard_plan={plan}", f"hardware={hardware}", f"outputs={tmp_path}", "data=jsonl"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, str(REPO / "train.py"), "dry_run=true", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **OFFLINE, **empty},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+    assert len(re.findall(r"^│ \d ", done.stdout, re.MULTILINE)) == stages
+    assert len(re.findall(r"^link ", done.stdout, re.MULTILINE)) == stages - 1
+    for expected in ("nf4", "bfloat16", "logits", "in flight", "?"):
+        assert expected in done.stdout
+    assert after.ru_maxrss * 1024 < 1 << 30
+
+
+def test_run_of_this_machine_is_compared_with_its_memory(tmp_path: Path) -> None:
+    outcome = run_here("train", "dry_run=true", f"outputs={tmp_path}")
+    assert outcome.code == 0 and "memory ?" not in outcome.text
+    assert "stages on one machine share its memory" in outcome.text
+
+
+def test_plan_that_does_not_fit_ends_with_code_2_and_one_line_that_names_the_machine(tmp_path: Path) -> None:
+    args = ["shard_plan=llama8b_2stage", "hardware=mac_and_pc", SMALL_MACHINES, f"outputs={tmp_path}"]
+    outcome = run_here("train", "dry_run=true", *args)
+    assert outcome.code == 2
+    last = outcome.text.strip().splitlines()[-1]
+    assert re.search(r"shard_plan must fit the machines: pc \(stage 1\) lacks [\d.]+ [GM]iB", last)
+    assert "layers on another machine" in outcome.text
+
+
+def test_advice_is_what_the_same_figures_say() -> None:
+    raw = composed("shard_plan=llama8b_2stage", "hardware=mac_and_pc", "model.quantization=none", "loop.batch_size=16")
+    raw["hardware"]["workers"][0]["memory_gb"] = 9.2
+    resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
+    memory = memory_of(resolved, SHAPES_DIR)
+    assert set(memory.lacking()) == {"pc"}
+    lines = list(advice(resolved, memory, SHAPES_DIR))
+    assert any(line.strip() == "model.quantization=nf4: fits" for line in lines)
+    for line in lines[1:]:
+        knob, _, effect = line.strip().partition(": ")
+        if knob.startswith(("loop.", "data.", "schedule.", "model.")):
+            key, _, value = knob.partition("=")
+            group, name = key.split(".")
+            changed = raw | {group: raw[group] | {name: int(value) if value.isdigit() else value}}
+            lack = (
+                memory_of(resolve(changed, shapes_dir=SHAPES_DIR, for_drawing=True), SHAPES_DIR).lacking().get("pc", 0)
+            )
+            assert (effect == "fits") == (lack == 0)
+            assert lack < memory.lacking()["pc"]
+
+
+def test_missing_data_and_sample_hosts_are_no_fault_but_wrong_sizes_are(tmp_path: Path) -> None:
+    args = ["dry_run=true", "hardware=mac_and_pc", "data=jsonl", "data.path=/no/such/file", f"outputs={tmp_path}"]
+    assert run_here("train", *args).code == 0
+    outcome = run_here("train", *args, "data.max_length=100000")
+    assert outcome.code == 2 and "data.max_length must be at most" in outcome.one_line()
+
+
+def test_notes_say_what_a_step_is() -> None:
+    resolved = resolve(composed("loop.batch_size=6"), shapes_dir=SHAPES_DIR, for_drawing=True)
+    notes = list(notes_of(resolved, memory_of(resolved, SHAPES_DIR)))
+    assert notes[0].startswith("a step: 3 micro-batches of 2 x 128 tokens")
