@@ -43,6 +43,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
+    for note in adapter.notes:
+        log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
     return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from hetero import registry, store
+from hetero.adapter_rules import check_options
 from hetero.checked import convert
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts, read_facts
@@ -139,6 +140,12 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         if isinstance(config.adapter.target_modules, list):
             check_target_names(config.adapter.target_modules, family)
         check_layers(config.adapter.layers_to_transform, facts.num_hidden_layers)
+        check_options(
+            config.adapter,
+            family,
+            tied=facts.tie_word_embeddings,
+            quantizations=[stage.quantization or config.model.quantization for stage in stages],
+        )
         _check_for_training(config, facts, stages, max_length)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 from conftest import LAYERS, MODEL_NAMES, Tiny, make_rows
 from peft import LoraConfig, get_peft_model
-from pipeline import build_stages, lively, make_spec, pipeline_logits, run_stages, same_bits
+from pipeline import build_stages, lively, make_spec, run_stages, same_bits
 from reference import run_reference, trained, whole_model
 from safetensors.torch import load_file, save_file
 
@@ -44,125 +41,6 @@ def refusal(action: Callable[[], Any]) -> str:
         action()
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# ---- a standard PEFT folder of the whole model
-
-
-ROUND_TRIPS: dict[str, tuple[str, AdapterSpec]] = {
-    "plain": ("llama", QV),
-    "tied": ("qwen2", AdapterSpec(r=4, alpha=8, target_modules="auto")),
-    "gpt2": ("gpt2", AdapterSpec(r=4, alpha=8, target_modules="auto")),
-    "all_linear": ("llama", AdapterSpec(r=4, alpha=8, target_modules="all-linear")),
-    "dora": ("llama", AdapterSpec(r=4, alpha=8, use_dora=True)),
-    "rslora": ("llama", AdapterSpec(r=4, alpha=8, use_rslora=True)),
-    "patterns": (
-        "llama",
-        msgspec.structs.replace(QV, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3.0}),
-    ),
-    "layers": ("llama", msgspec.structs.replace(QV, layers_to_transform=[0, 4])),
-    "head_saved": ("llama", msgspec.structs.replace(QV, modules_to_save=["lm_head"])),
-    "tied_head_saved": ("llama_tied", msgspec.structs.replace(QV, modules_to_save=["lm_head"])),
-    "both_ends": ("llama", AdapterSpec(r=4, alpha=8, target_modules=["embed_tokens", "lm_head", "q_proj"])),
-    "regex": ("llama", AdapterSpec(r=4, alpha=8, target_modules=r".*layers\.[13]\..*_proj")),
-}
-
-# Runs in a process of its own, as a user would load the adapter; every warning about the adapter is an error.
-_LOAD = """
-import json, sys, warnings
-import torch
-from peft import PeftModel
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-cases, logits, faults = json.load(open(sys.argv[1])), {}, {}
-for name, case in cases.items():
-    base = AutoModelForCausalLM.from_pretrained(case["base"], dtype=torch.float32)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("error")
-            warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about names that peft still uses
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # true, and meant
-            model = PeftModel.from_pretrained(base, case["adapter"]).eval()
-            logits[name] = model(input_ids=torch.tensor(case["input_ids"])).logits
-        logits[name + ".merged"] = model.merge_and_unload()(input_ids=torch.tensor(case["input_ids"])).logits.detach()
-    except Exception as exc:
-        faults[name] = repr(exc)
-save_file(logits, sys.argv[2])
-json.dump(faults, open(sys.argv[3], "w"))
-"""
-
-
-@dataclass
-class RoundTrips:
-    """For each case the pipeline's logits, those of PEFT in another process, what went wrong there, and the folder."""
-
-    ours: dict[str, torch.Tensor]
-    theirs: dict[str, torch.Tensor]
-    faults: dict[str, str]
-    folders: dict[str, Path]
-
-
-@pytest.fixture(scope="module")
-def round_trips(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RoundTrips:
-    """3 stages, 3 steps at a large learning rate, saved; loaded by PEFT in a fresh process."""
-    root = tmp_path_factory.mktemp("round_trips")
-    rows = make_rows((5, 9, 12, 7, 4, 8))
-    ids = torch.tensor([list(range(3, 15)), list(range(40, 52))])
-    found = RoundTrips({}, {}, {}, {})
-    cases = {}
-    for name, (model_name, spec) in ROUND_TRIPS.items():
-        run = make_spec(tiny(model_name), (1, 4), adapter=spec, microbatch_size=2, lr=0.03)
-        stages = build_stages(run, tiny(model_name))
-        steps = [data.micro_batches(rows[i : i + 2], 2, padding_side="right", pad_id=0) for i in (0, 2, 4)]
-        before = pipeline_logits(stages, {"input_ids": ids})
-        outcome = run_stages(run, stages, steps)
-        found.ours[name] = pipeline_logits(stages, {"input_ids": ids})
-        assert float((found.ours[name] - before).abs().max()) > 1e-2
-        whole = resolved(tiny(model_name), spec)
-        check_complete(whole, outcome.adapter)
-        found.folders[name] = root / name
-        save_adapter(found.folders[name], whole, outcome.adapter)
-        cases[name] = {"base": str(tiny(model_name)), "adapter": str(root / name), "input_ids": ids.tolist()}
-    (root / "load.py").write_text(_LOAD)
-    (root / "cases.json").write_text(json.dumps(cases))
-    outputs = [str(root / name) for name in ("cases.json", "logits.safetensors", "faults.json")]
-    subprocess.run([sys.executable, str(root / "load.py"), *outputs], check=True, timeout=240, capture_output=True)
-    found.theirs = load_file(root / "logits.safetensors")
-    found.faults = json.loads((root / "faults.json").read_text())
-    return found
-
-
-@pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_peft_loads_the_saved_adapter_and_gives_the_same_logits(round_trips: RoundTrips, name: str) -> None:
-    """P01, P05: without a warning; merged as well."""
-    assert name not in round_trips.faults
-    torch.testing.assert_close(round_trips.theirs[name], round_trips.ours[name], rtol=0, atol=1e-5)
-    torch.testing.assert_close(round_trips.theirs[f"{name}.merged"], round_trips.ours[name], rtol=0, atol=1e-4)
-
-
-def test_saved_adapter_is_complete_and_numbered_globally(round_trips: RoundTrips) -> None:
-    """P01, P02."""
-    tensors = load_file(round_trips.folders["plain"] / WEIGHTS_FILE)
-    assert len(tensors) == LAYERS * 2 * 2
-    assert set(tensors) == {
-        f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{part}.weight"
-        for layer in range(LAYERS)
-        for module in ("q_proj", "v_proj")
-        for part in "AB"
-    }
-    config = json.loads((round_trips.folders["plain"] / CONFIG_FILE).read_text())
-    assert config["target_modules"] == ["q_proj", "v_proj"]
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
-    assert (config["base_model_name_or_path"], config["exclude_modules"]) == ("llama", None)
-    assert config["inference_mode"] is True
-    assert sorted(p.name for p in round_trips.folders["plain"].iterdir()) == sorted([CONFIG_FILE, WEIGHTS_FILE])
-
-
-def test_dora_magnitudes_are_saved(round_trips: RoundTrips) -> None:
-    """P05."""
-    keys = load_file(round_trips.folders["dora"] / WEIGHTS_FILE).keys()
-    assert sum(key.endswith("lora_magnitude_vector") for key in keys) == LAYERS * 7
-    assert len(keys) == LAYERS * 7 * 3
 
 
 def test_saving_replaces_an_older_adapter(tiny: Tiny, tmp_path: Path) -> None:
@@ -248,15 +126,6 @@ def test_head_of_a_tied_model_may_train(tiny: Tiny, kind: str) -> None:
     assert outcomes[0].losses == pytest.approx(reference.losses, abs=1e-5)
     for key, value in reference.adapter.items():
         torch.testing.assert_close(outcomes[0].adapter[key], value, rtol=0, atol=1e-5)
-
-
-def test_saved_modules_alone_on_a_stage_without_targets_are_refused(tiny: Tiny) -> None:
-    """PEFT cannot wrap a model without a target; the split can be changed, the message says so."""
-    spec = AdapterSpec(r=4, alpha=8, target_modules=["q_proj"], layers_to_transform=[0], modules_to_save=["lm_head"])
-    run = make_spec(tiny("llama"), (3,), adapter=spec)
-    message = refusal(lambda: build_stages(run, tiny("llama")))
-    assert "lm_head" in message
-    assert "adapter.modules_to_save" in message
 
 
 # ---- wrong names
