@@ -30,7 +30,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_OF_THE_FIRST = {name for family in FAMILIES.values() for name in (family.embedding, *family.zero_after_first)}
+_OF_THE_FIRST = {
+    name
+    for family in FAMILIES.values()
+    for name in (family.embedding, *family.zero_after_first, *family.identity_after_first)
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class ResolvedAdapter:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def lora_config(spec: AdapterSpec, family: Family) -> Any:
-    """PEFT's configuration for an adapter spec, of plain Python values.
+def lora_config(spec: AdapterSpec, family: Family, whole: Any) -> Any:
+    """PEFT's configuration for an adapter spec on a whole model of a family, of plain Python values.
 
     Raises:
         ConfigError: a named target is no module of this family.
@@ -111,7 +115,7 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     check_options(spec, family, tied=tied, quantizations=())
     check_layers(spec.layers_to_transform, whole.config.num_hidden_layers)
     names = [name for name, _ in whole.named_modules()]
-    config = lora_config(spec, family)
+    config = lora_config(spec, family, whole)
     trial = copy.deepcopy(config)
     trial.init_lora_weights = True  # there are no values on the meta device that others could be taken from
     if config.target_modules == set() and not spec.target_parameters:
@@ -292,3 +296,14 @@ def part_of(whole: Mapping[str, T], stages: Sequence[StageSpec], index: int) -> 
         if mine:
             part[key] = value
     return part
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m hetero.adapters merge RUN --out DIR`."""
+    from hetero.merge import main as merge_main
+
+    return merge_main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -19,6 +19,8 @@ from hetero import adapters, data
 from hetero.adapter_files import check_complete, save_adapter
 from hetero.adapters import ResolvedAdapter
 from hetero.data import Example
+from hetero.merge import merge_full
+from hetero.merge_sources import find_source
 from hetero.models import meta_model
 from hetero.spec import AdapterSpec
 from hetero.stage import Stage
@@ -138,13 +140,19 @@ class Trained:
     logits: torch.Tensor
     moved: float
 
+    @property
+    def full(self) -> Path:
+        """Where base and adapter are as one model."""
+        return self.folder.with_name(f"{self.folder.name}.full")
+
 
 @dataclass
 class Matrix:
-    """All cases, and what PEFT makes of them in another process."""
+    """All cases, what PEFT makes of them in another process, and transformers of the full merges (`NAME.full`)."""
 
     trained: dict[str, Trained] = field(default_factory=dict)
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    merged: dict[str, torch.Tensor] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
 
 
@@ -209,7 +217,11 @@ def matrix(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     found = Matrix()
     for name, (model_name, spec) in CASES.items():
         found.trained[name] = train_case(tiny(model_name), spec, rows, root / name)
-    found.loaded, found.faults = load_elsewhere(
-        {name: (case.base, case.folder) for name, case in found.trained.items()}, root
-    )
+    cases: dict[str, tuple[Path, Path | None]] = {}
+    for name, case in found.trained.items():
+        cases[name] = case.base, case.folder
+        cases[f"{name}.full"] = merge_full(find_source(case.folder, None), case.full, base=str(case.base)), None
+    logits, found.faults = load_elsewhere(cases, root)
+    found.loaded = {name: logits[name] for name in found.trained if name in logits}
+    found.merged = {name: logits[f"{name}.full"] for name in found.trained if f"{name}.full" in logits}
     return found

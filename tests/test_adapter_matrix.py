@@ -34,7 +34,7 @@ def test_training_equals_peft_in_one_process(matrix: Matrix, name: str) -> None:
     """Losses, norms and trained values of two steps, from the same initial values."""
     case, (_, spec) = matrix.trained[name], CASES[name]
     family = FAMILIES[json.loads((case.base / "config.json").read_text())["model_type"]]
-    wanted = lora_config(spec, family)
+    wanted = lora_config(spec, family, None)
     lora: dict[str, Any] = {
         f.name: getattr(wanted, f.name) for f in dataclasses.fields(LoraConfig) if f.init and f.name != "task_type"
     }
