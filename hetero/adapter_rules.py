@@ -28,6 +28,8 @@ def check_options(spec: AdapterSpec, family: Family, *, tied: bool, quantization
     _check_patterns(spec)
     _check_init(spec, family, tied=tied, quantized="nf4" in quantizations)
     _check_targets(spec)
+    if "nf4" in quantizations:
+        _check_saved_in_4_bits(spec, family)
     _check_parameters(spec, family, quantized="nf4" in quantizations)
     if spec.lora_bias and spec.use_dora:
         raise ConfigError("adapter.lora_bias must be false with adapter.use_dora: PEFT's DoRA has no bias of its own")
@@ -68,6 +70,11 @@ def _check_init(spec: AdapterSpec, family: Family, *, tied: bool, quantized: boo
         )
     if spec.lora_bias:
         raise ConfigError(f"adapter.lora_bias must be false with adapter.init_lora_weights={init}, as PEFT has it")
+    if init == "orthogonal" and quantized:
+        raise ConfigError(
+            "adapter.init_lora_weights must not be orthogonal with quantization=nf4: PEFT makes the adapter of the "
+            "base's numbers, and these are 4-bit integers"
+        )
     odd = [rank for rank in (spec.r, *(spec.rank_pattern or {}).values()) if rank % 2]
     if init == "orthogonal" and odd:
         raise ConfigError(
@@ -102,6 +109,23 @@ def _check_targets(spec: AdapterSpec) -> None:
         raise ConfigError("adapter.target_modules must name a module, got an empty list: nothing would train")
     if spec.layers_to_transform == []:
         raise ConfigError("adapter.layers_to_transform must name a layer, or be null for all of them, got none")
+
+
+def _check_saved_in_4_bits(spec: AdapterSpec, family: Family) -> None:
+    """Only what is named here; a stage that finds 4-bit weights in a saved module refuses too."""
+    saved = spec.modules_to_save if isinstance(spec.modules_to_save, list) else []
+    if wrong := [
+        name for name in saved if name.rpartition(".")[2] in (*family.linear_modules, "mlp", "self_attn", "attn")
+    ]:
+        raise ConfigError(refusal_of_4_bits(wrong[0]))
+
+
+def refusal_of_4_bits(module: str) -> str:
+    """Why a module in 4 bits cannot train in full."""
+    return (
+        f"adapter.modules_to_save must leave {module} out with quantization=nf4: 4-bit weights cannot train in full; "
+        "quantization=none for its stage, or make it a target"
+    )
 
 
 def _check_parameters(spec: AdapterSpec, family: Family, *, quantized: bool) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetero.adapter_names import matched_by_pattern, refuse_unmatched
-from hetero.adapter_rules import check_options
+from hetero.adapter_rules import check_options, refusal_of_4_bits
 from hetero.errors import ConfigError
 from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of, layer_of
 from hetero.keys import key64
@@ -214,10 +214,16 @@ def attach(model: Any, adapter: ResolvedAdapter, seed: int) -> Any | None:
         model: a stage's model; modules are replaced in place.
         adapter: of the whole model.
         seed: of the run; each module's initial values depend on it and on the module's global name.
+
+    Raises:
+        ConfigError: a module that is to train in full is in 4 bits here.
     """
     from peft import get_peft_model
 
     config = _share_of(adapter, model)
+    for name in config.modules_to_save or []:
+        if not all(p.is_floating_point() for p in model.get_submodule(name).parameters()):
+            raise ConfigError(refusal_of_4_bits(name))
     biases = config.bias == "all" and any(name.endswith(".bias") for name, _ in model.named_parameters())
     if not (config.target_modules or config.target_parameters or config.modules_to_save or biases):
         model.requires_grad_(False)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero.errors import NumericError
+
 
 def merge_module(
     name: str,
@@ -30,6 +32,9 @@ def merge_module(
 
     Returns:
         The parameters by their names in the module, fp32.
+
+    Raises:
+        NumericError: a value is not finite.
     """
     from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 
@@ -55,8 +60,11 @@ def merge_module(
         found = set_peft_model_state_dict(root, values)
     assert not found.unexpected_keys, found.unexpected_keys
     layer: Any = root.get_submodule(name)
-    layer.merge(safe_merge=True)
-    return {key: getattr(layer.get_base_layer(), key).detach() for key in base}
+    layer.merge()  # in place; the safe way has one more copy of the weight
+    merged = {key: getattr(layer.get_base_layer(), key).detach() for key in base}
+    if not all(bool(value.isfinite().all()) for value in merged.values()):
+        raise NumericError(f"{name} is not finite with the adapter merged into it: the adapter is broken")
+    return merged
 
 
 def _nested(name: str, leaf: nn.Module) -> nn.Module:

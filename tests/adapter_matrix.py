@@ -19,6 +19,7 @@ from hetero import adapters, data
 from hetero.adapter_files import check_complete, save_adapter
 from hetero.adapters import ResolvedAdapter
 from hetero.data import Example
+from hetero.families import FAMILIES
 from hetero.merge import merge_full
 from hetero.merge_sources import find_source
 from hetero.models import meta_model
@@ -92,6 +93,18 @@ CASES: dict[str, tuple[str, AdapterSpec]] = {
     "tied_head": ("llama_tied", _with(QV, target_modules=["q_proj", "lm_head"])),
     "both_ends": ("llama", _with(QV, target_modules=["embed_tokens", "lm_head", "q_proj"])),
 }
+
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+for _family in ("mixtral", "qwen3_moe", "gpt_oss"):  # where the table has them
+    if _family in FAMILIES:
+        CASES[f"experts_{_family}"] = _family, _with(QV, target_modules=[], target_parameters=_EXPERTS)
+        CASES[f"experts_beside_{_family}"] = (
+            _family,
+            _with(QV, target_parameters=["layers.1.mlp.experts.down_proj"], rank_pattern={r".*experts\.down_proj": 2}),
+        )
+        CASES[f"experts_copied_{_family}"] = _family, QV
+# Cases that cannot be made one model with their base, by design.
+NOT_MERGED = {name for name, (_, spec) in CASES.items() if spec.target_parameters}
 
 # Runs in a process of its own, as a user would; every warning about the adapter is an error.
 _LOAD = """
@@ -220,7 +233,8 @@ def matrix(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     cases: dict[str, tuple[Path, Path | None]] = {}
     for name, case in found.trained.items():
         cases[name] = case.base, case.folder
-        cases[f"{name}.full"] = merge_full(find_source(case.folder, None), case.full, base=str(case.base)), None
+        if name not in NOT_MERGED:
+            cases[f"{name}.full"] = merge_full(find_source(case.folder, None), case.full, base=str(case.base)), None
     logits, found.faults = load_elsewhere(cases, root)
     found.loaded = {name: logits[name] for name in found.trained if name in logits}
     found.merged = {name: logits[f"{name}.full"] for name in found.trained if f"{name}.full" in logits}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero import adapters, data
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE, check_complete, read_adapter, save_adapter
+from hetero.adapter_rules import check_options
 from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
 from hetero.families import FAMILIES
@@ -307,3 +308,127 @@ def test_incomplete_gathering_is_noticed(tiny: Tiny) -> None:
     tensors.popitem()
     with pytest.raises(AssertionError):
         check_complete(whole, tensors)
+
+
+# ---- options that would give a wrong adapter
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "pissa_niter": ("llama", {"init_lora_weights": "pissa_niter_4"}, ("init_lora_weights", "at random again")),
+    "loftq": ("llama", {"init_lora_weights": "loftq"}, ("init_lora_weights", "'loftq'")),
+    "odd_rank": ("llama", {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}}, ("rank_pattern", "3")),
+    "pissa_tied_head": (
+        "llama_tied",
+        {"target_modules": ["lm_head"], "init_lora_weights": "pissa"},
+        ("tie_word_embeddings",),
+    ),
+    "pissa_embedding": ("llama", {"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"}, ("embed_tokens",)),
+    "olora_embedding": (
+        "llama",
+        {"target_modules": r".*(q_proj|embed_tokens)", "init_lora_weights": "olora"},
+        ("embed_tokens",),
+    ),
+    "bias_of_dora": ("llama", {"lora_bias": True, "use_dora": True}, ("lora_bias", "use_dora")),
+    "bias_of_gaussian": ("llama", {"lora_bias": True, "init_lora_weights": "gaussian"}, ("lora_bias", "gaussian")),
+    "bias_of_embedding": ("llama", {"lora_bias": True, "target_modules": ["embed_tokens"]}, ("lora_bias",)),
+    "bias_saved_twice": (
+        "gpt2",
+        {"target_modules": ["c_attn"], "bias": "all", "modules_to_save": ["ln_f"]},
+        ("adapter.bias", "modules_to_save"),
+    ),
+    "layers_of_a_regex": (
+        "llama",
+        {"target_modules": r".*q_proj", "layers_to_transform": [1]},
+        ("layers_to_transform",),
+    ),
+    "layers_of_all": ("llama", {"target_modules": "all-linear", "layers_to_transform": [1]}, ("layers_to_transform",)),
+    "no_layer": ("llama", {"layers_to_transform": []}, ("layers_to_transform",)),
+    "nothing": ("llama", {"target_modules": []}, ("target_modules", "empty")),
+    "no_regex": ("llama", {"target_modules": r".*(q_proj"}, ("target_modules", "regular expression")),
+    "no_pattern": ("llama", {"rank_pattern": {"(q": 2}}, ("rank_pattern", "regular expression")),
+    "rank_of_nothing": ("llama", {"rank_pattern": {"q_proj": 2, "k_proj": 3}}, ("rank_pattern", "'k_proj'", "v_proj")),
+    "alpha_of_nothing": ("llama", {"alpha_pattern": {"layers.9.self_attn.q_proj": 3.0}}, ("alpha_pattern", "layers.9")),
+    "exclude_nothing": (
+        "llama",
+        {"exclude_modules": ["layers.0.self_attn.q_proj", "q_porj"]},
+        ("exclude_modules", "'q_porj'"),
+    ),
+    "exclude_no_match": ("llama", {"exclude_modules": r".*nope.*"}, ("exclude_modules", "nope")),
+    "exclude_all": ("llama", {"exclude_modules": ["q_proj", "v_proj"]}, ("target_modules",)),
+    "parameters_of_nothing": ("llama", {"target_parameters": ["mlp.experts.down_proj"]}, ("target_parameters",)),
+    "parameters_dropped": ("llama", {"target_parameters": ["x"], "dropout": 0.1}, ("dropout", "target_parameters")),
+    "parameters_dora": ("llama", {"target_parameters": ["x"], "use_dora": True}, ("use_dora", "target_parameters")),
+    "parameters_bias": ("llama", {"target_parameters": ["x"], "bias": "all"}, ("adapter.bias", "target_parameters")),
+    "parameters_init": (
+        "llama",
+        {"target_parameters": ["x"], "init_lora_weights": "orthogonal"},
+        ("init_lora_weights", "target_parameters"),
+    ),
+    "parameters_layers": (
+        "llama",
+        {"target_parameters": ["x"], "layers_to_transform": [1]},
+        ("layers_to_transform", "target_parameters"),
+    ),
+    "parameters_gpt2": ("gpt2", {"target_parameters": ["x"]}, ("target_parameters",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_cannot_be_right_are_refused_with_the_reason(tiny: Tiny, name: str) -> None:
+    """By one line that names the option; judged on the whole model, so no split decides."""
+    model, changes, words = REFUSED[name]
+    message = refusal(lambda: resolved(tiny(model), msgspec.structs.replace(QV, **changes)))
+    assert message.startswith("adapter.") or "adapter." in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "orthogonal"},
+        {"modules_to_save": ["layers.3.mlp.up_proj"]},
+        {"modules_to_save": ["mlp"]},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+    ],
+)
+def test_what_4_bits_cannot_be_is_refused_where_any_stage_is_in_them(changes: dict[str, Any]) -> None:
+    spec, family = msgspec.structs.replace(QV, **changes), FAMILIES["llama"]
+    check_options(spec, family, tied=False, quantizations=["none", "none"])
+    message = refusal(lambda: check_options(spec, family, tied=False, quantizations=["none", "nf4"]))
+    assert "quantization" in message
+
+
+def test_a_stage_in_4_bits_refuses_to_train_its_weights_in_full(tiny: Tiny) -> None:
+    """Whatever the names that the user gave."""
+    spec = msgspec.structs.replace(QV, modules_to_save=["layers.3"])
+    run = make_spec(tiny("llama"), (3,), adapter=spec, quantizations=["none", "nf4"])
+    assert "layers.3 out" in refusal(lambda: build_stages(run, tiny("llama")))
+
+
+def test_a_pattern_of_another_stages_module_is_no_fault(tiny: Tiny, recwarn: pytest.WarningsRecorder) -> None:
+    """Judged over all stages together; and no stage warns of what is on another one."""
+    spec = msgspec.structs.replace(QV, rank_pattern={"layers.0.self_attn.q_proj": 2, "layers.5.self_attn.v_proj": 3})
+    stages = build_stages(make_spec(tiny("llama"), (1, 4), adapter=spec), tiny("llama"))
+    shapes = {key: list(value.shape) for key, value in gathered(stages).items()}
+    assert shapes == resolved(tiny("llama"), spec).shapes
+    assert shapes["base_model.model.model.layers.5.self_attn.v_proj.lora_A.weight"] == [3, 32]
+    assert not [warning for warning in recwarn if "pattern" in str(warning.message)]
+
+
+def test_a_bias_that_cannot_be_merged_is_said(tiny: Tiny) -> None:
+    note = resolved(tiny("llama"), msgspec.structs.replace(QV, lora_bias=True)).notes
+    assert len(note) == 1
+    assert "lora_bias" in note[0]
+    assert not resolved(tiny("llama_bias"), msgspec.structs.replace(QV, lora_bias=True)).notes
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_on_a_changed_base_starts_only_a_run_like_it(tiny: Tiny, tmp_path: Path, init: str) -> None:
+    """Its values mean something else on the base as it is."""
+    spec = msgspec.structs.replace(QV, init_lora_weights=init)
+    saved(tiny, tmp_path, spec)
+    read_adapter(tmp_path, resolved(tiny("llama"), spec))
+    assert init in refusal(lambda: read_adapter(tmp_path, resolved(tiny("llama"), QV)))

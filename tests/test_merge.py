@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from adapter_matrix import CASES, QV, Matrix, load_elsewhere, probe, resolved
+from adapter_matrix import CASES, NOT_MERGED, QV, Matrix, load_elsewhere, probe, resolved
 from conftest import Tiny
 from pipeline import build_stages, make_spec
 from safetensors.torch import load_file, save_file
@@ -52,7 +52,7 @@ def an_adapter(base: Path, folder: Path, spec: AdapterSpec = QV) -> dict[str, to
 # ---- base and adapter as one model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MERGED])
 def test_full_merge_gives_the_trained_logits(matrix: Matrix, name: str) -> None:
     """P14, P05: by AutoModelForCausalLM, offline, in a fresh process, without a warning."""
     assert f"{name}.full" not in matrix.faults
@@ -150,7 +150,7 @@ print(peak[0] - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_full_merge_never_holds_the_model(tiny: Tiny, tmp_path: Path) -> None:
-    """A model of 235 MB in files of 20 MB: some copies of its largest tensor (11 MB), and no more."""
+    """Working copies of its largest tensor, of which the model is 20 times as large, and no more."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -166,14 +166,16 @@ def test_a_full_merge_never_holds_the_model(tiny: Tiny, tmp_path: Path) -> None:
     base = tmp_path / "large"
     AutoModelForCausalLM.from_config(config).save_pretrained(base, max_shard_size="20MB")
     total = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    assert total > 230e6
+    largest = 4 * 768 * 3584
+    assert total > 20 * largest
     an_adapter(base, tmp_path / "adapter", AdapterSpec(r=4, alpha=8))
     an_adapter(tiny("llama"), tmp_path / "small")
     given = [tmp_path / "small", tmp_path / "warm", tiny("llama"), tmp_path / "adapter", tmp_path / "out", base]
     found = subprocess.run(
         [sys.executable, "-c", _PEAK, *map(str, given)], capture_output=True, text=True, timeout=240, check=True
     )
-    assert int(found.stdout.splitlines()[-1]) < 64e6
+    peak = int(found.stdout.splitlines()[-1])
+    assert peak < 9 * largest, peak / largest
 
 
 # ---- 4 bits
@@ -199,6 +201,7 @@ def quantised(base: Path, folder: Path) -> Path:
 
 def test_a_base_in_4_bits_is_merged_dequantised(tiny: Tiny, tmp_path: Path) -> None:
     """P08: the result is in 32 bits and computes what the adapter computes on the 4-bit base; said in the record."""
+    import bitsandbytes
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -210,6 +213,9 @@ def test_a_base_in_4_bits_is_merged_dequantised(tiny: Tiny, tmp_path: Path) -> N
     assert record["base_weights"] == "dequantised"
     assert "dequantised" in record["into"]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map={"": "cpu"})
+    for module in model.modules():  # repacks its weights in place on some CPUs, and cannot use them afterwards
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
     model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     with torch.no_grad():
         expected = model(input_ids=probe()).logits
@@ -377,7 +383,7 @@ def test_mistakes_are_one_line(tiny: Tiny, tmp_path: Path, capsys: pytest.Captur
     assert "--base" in run_main(capsys, adapter, "--out", out, "--full")
     assert "--base" in run_main(capsys, adapter, "--out", out, "--full", "--base", tmp_path / "no_model")
     assert "empty" in run_main(capsys, adapter, "--out", tmp_path / "empty")
-    assert "is damaged" in run_main(capsys, *_damaged(tiny, tmp_path), "--out", out, "--full")
+    assert "cannot be read" in run_main(capsys, *_damaged(tiny, tmp_path), "--out", out, "--full")
     assert not out.exists()
     assert main(["merge", str(adapter), "--out", str(out), "--full", "--base", str(tiny("llama"))]) == 0
     assert capsys.readouterr().out.strip() == str(out)
@@ -404,6 +410,16 @@ def test_a_bias_without_a_place_in_the_base_is_refused(tiny: Tiny, tmp_path: Pat
     an_adapter(tiny("llama"), tmp_path / "adapter", msgspec.structs.replace(QV, lora_bias=True))
     source = find_source(tmp_path / "adapter", None)
     assert "lora_bias" in refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
+
+
+def test_experts_parameters_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Files hold experts apart; the adapter alone is written."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    source = find_source(tmp_path / "adapter", None)
+    source.config["target_parameters"] = ["mlp.experts.down_proj"]
+    message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
+    assert "target_parameters" in message
+    merge_adapter(source, tmp_path / "out")
 
 
 def test_an_interrupted_merge_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
