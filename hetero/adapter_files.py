@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from hetero.adapter_rules import FROM_BASE
 from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
 from hetero.facts import ModelFacts
 from hetero.families import Family, layer_of
 from hetero.folders import one_line
-from hetero.spec import AdapterSpec
+from hetero.spec import AdapterSpec, RunSpec
 from hetero.tensor_files import Entry, read_entries
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PART_FOLDER = "adapter-stage"  # where every stage keeps its own part, on its own machine
+PART_KEY = "hetero.part"  # in the metadata of a file that holds a stage's part
 # A key of PEFT's files: the module's own name, and whether the tensor is LoRA's A or B.
 _LORA = re.compile(r"\.([^.]+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
+
+
+class StagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which part of which adapter a stage has kept.
+
+    Attributes:
+        run: the run's id, another one each time that a run is started or resumed.
+        step: that it is the state after.
+        stage: index of the stage.
+        start: its first layer.
+        end: one past its last.
+        num_layers: of the whole model.
+        config: SHA-256 of the adapter_config.json beside it.
+    """
+
+    run: str
+    step: int
+    stage: int
+    start: int
+    end: int
+    num_layers: int
+    config: str = ""
+
+
+def part_of_stage(spec: RunSpec, index: int, run_id: str, step: int) -> StagePart:
+    """What a stage says of the part that it keeps."""
+    plan = spec.stages[index]
+    return StagePart(run_id, step, index, plan.start, plan.end, spec.num_hidden_layers)
 
 
 def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Family) -> None:
@@ -40,6 +73,8 @@ def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Fa
     asked = spec.target_modules
     if asked == "auto":
         asked = [name for name in family.default_targets if name in there or name not in family.optional_modules]
+    if spec.exclude_modules or spec.target_parameters or spec.modules_to_save:
+        asked = "judged later"  # the names in the file do not say what was asked for
     if isinstance(asked, list) and (ours := {name.rpartition(".")[2] for name in asked}) != there:
         raise ConfigError(
             f"adapter.target_modules must be as in adapter.init_from, got {', '.join(sorted(ours))}, "
@@ -116,12 +151,20 @@ def _outer_sizes(found: dict[tuple[str, str, str], list[int]]) -> dict[str, list
 
 
 def _check_same_scaling(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    inits = [options.get("init_lora_weights", True) for options in (theirs, ours)]
+    if inits[0] != inits[1] and any(init in FROM_BASE for init in inits):
+        raise ConfigError(
+            f"adapter.init_lora_weights must be as in adapter.init_from, got {inits[1]!r}, there {inits[0]!r}: "
+            f"{' and '.join(FROM_BASE)} change the base weights"
+        )
     for key, name in (
         ("lora_alpha", "adapter.alpha"),
         ("use_rslora", "adapter.use_rslora"),
         ("use_dora", "adapter.use_dora"),
         ("rank_pattern", "adapter.rank_pattern"),
         ("alpha_pattern", "adapter.alpha_pattern"),
+        ("lora_bias", "adapter.lora_bias"),
+        ("bias", "adapter.bias"),
     ):
         if theirs.get(key) != ours.get(key) and (theirs.get(key) or ours.get(key)):
             raise ConfigError(
@@ -129,25 +172,31 @@ def _check_same_scaling(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
             )
 
 
-def save_adapter(folder: Path, adapter: ResolvedAdapter, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a standard PEFT folder of the whole model (or, for a worker, of its part).
+def save_adapter(
+    folder: Path, adapter: ResolvedAdapter, tensors: Mapping[str, torch.Tensor], part: StagePart | None = None
+) -> None:
+    """Writes a standard PEFT folder of the whole model, or of a stage's part.
 
     Args:
         folder: made if it is not there; files in it are replaced one by one by renaming.
         adapter: of the whole model.
         tensors: global key -> values.
+        part: which part it is, where it is one; written into the file of the tensors.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(adapter.config)
     config.inference_mode = True
-    temporary = folder / f".{WEIGHTS_FILE}.part"
-    save_file(
-        {key: value.detach().cpu().contiguous() for key, value in sorted(tensors.items())}, temporary, {"format": "pt"}
-    )
-    temporary.replace(folder / WEIGHTS_FILE)
     config.save_pretrained(folder)
+    metadata = {"format": "pt"}
+    if part is not None:
+        digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()
+        metadata[PART_KEY] = msgspec.json.encode(msgspec.structs.replace(part, config=digest)).decode()
+    temporary = folder / f".{WEIGHTS_FILE}.part"
+    own = {key: value.detach().cpu().contiguous() for key, value in sorted(tensors.items())}
+    save_file(own, temporary, metadata)
+    temporary.replace(folder / WEIGHTS_FILE)
 
 
 def check_complete(adapter: ResolvedAdapter, tensors: dict[str, torch.Tensor]) -> None:

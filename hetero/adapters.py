@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +18,23 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hetero.adapter_names import matched_by_pattern, refuse_unmatched
+from hetero.adapter_rules import check_options, refusal_of_4_bits
 from hetero.errors import ConfigError
 from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of, layer_of
 from hetero.keys import key64
-from hetero.models import PassThrough
+from hetero.models import AddsNothing, PassThrough
 from hetero.spec import AdapterSpec, StageSpec
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_OF_THE_FIRST = {
+    name
+    for family in FAMILIES.values()
+    for name in (family.embedding, *family.zero_after_first, *family.identity_after_first)
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,18 @@ class ResolvedAdapter:
     Attributes:
         config: PEFT's LoraConfig, as it stands in adapter_config.json.
         shapes: global key -> shape of every tensor that trains.
+        targets: global names of the modules that are adapted.
+        parameters: global names of the parameters that are adapted.
+        saved: global names of the modules that train in full.
+        notes: what a user should know about it.
     """
 
     config: Any
     shapes: dict[str, list[int]]
+    targets: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def num_trained(self) -> int:
         """Trained parameters of the whole model."""
@@ -65,12 +82,17 @@ def lora_config(spec: AdapterSpec, family: Family, whole: Any) -> Any:
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
         target_modules=targets,
+        exclude_modules=spec.exclude_modules,
+        target_parameters=spec.target_parameters,
         modules_to_save=None if spec.modules_to_save == "auto" else spec.modules_to_save,
         layers_to_transform=spec.layers_to_transform,
         rank_pattern=dict(spec.rank_pattern or {}),
         alpha_pattern=dict(spec.alpha_pattern or {}),
         use_rslora=spec.use_rslora,
         use_dora=spec.use_dora,
+        bias=spec.bias,
+        lora_bias=spec.lora_bias,
+        init_lora_weights=spec.init_lora_weights,
         fan_in_fan_out=family.model_type == "gpt2",
     )
 
@@ -86,52 +108,95 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     Raises:
         ConfigError: a target matches nothing, or tied embeddings would train.
     """
-    _hide_broken_bitsandbytes()
+    hide_broken_bitsandbytes()
     from peft import get_peft_model, get_peft_model_state_dict
 
     family = family_of(whole.config.model_type)
-    config = lora_config(spec, family, whole)
-    asked = config.target_modules
+    tied = bool(whole.config.tie_word_embeddings)
+    check_options(spec, family, tied=tied, quantizations=())
     check_layers(spec.layers_to_transform, whole.config.num_hidden_layers)
+    names = [name for name, _ in whole.named_modules()]
+    config = lora_config(spec, family, whole)
+    trial = copy.deepcopy(config)
+    trial.init_lora_weights = True  # there are no values on the meta device that others could be taken from
+    if config.target_modules == set() and not spec.target_parameters:
+        trial.target_modules = _no_targets()
     try:
-        peft_model = get_peft_model(whole, copy.deepcopy(config), low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # what PEFT warns about is refused below, or noted
+            warnings.simplefilter("ignore")
+            peft_model = get_peft_model(whole, trial, low_cpu_mem_usage=True)
+            state = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     except ValueError as exc:
         raise ConfigError(
             f"adapter.target_modules must match modules of the model ({', '.join(family.linear_modules)}), "
             f"got {spec.target_modules!r}: {str(exc).splitlines()[0]}"
         ) from None
-    shapes = {
-        key: list(tensor.shape)
-        for key, tensor in get_peft_model_state_dict(peft_model, save_embedding_layers=False).items()
-    }
-    if whole.config.tie_word_embeddings:
-        _refuse_trained_embedding(shapes, family)
-    if isinstance(asked, list | set):
-        _refuse_unmatched(list(asked), shapes)
-    if missing := [m for m in config.modules_to_save or [] if not any(f".{m}." in f".{key}" for key in shapes)]:
-        raise ConfigError(f"adapter.modules_to_save must name modules of the model, got {', '.join(missing)}")
     resolved = peft_model.peft_config["default"]
+    tuner = peft_model.base_model
+    adapter = ResolvedAdapter(
+        resolved,
+        {key: list(tensor.shape) for key, tensor in state.items()},
+        tuple(tuner.targeted_module_names),
+        tuple(tuner.targeted_parameter_names),
+        tuple(_saved_modules(peft_model)),
+        tuple(_notes(spec, peft_model)),
+    )
+    if tied:
+        _refuse_trained_embedding(adapter.shapes, family)
+    if any(".original_module." in key for key in adapter.shapes):
+        raise ConfigError(
+            "adapter.bias must not be all where adapter.modules_to_save holds biases: PEFT would save the ones that do "
+            "not train beside those that do; adapter.bias=lora_only, or leave these modules out"
+        )
+    refuse_unmatched(spec, config, adapter, names, family)
     resolved.inference_mode = False
     resolved.base_model_name_or_path = base_name
-    if isinstance(resolved.target_modules, set):
-        resolved.target_modules = sorted(resolved.target_modules)
-    return ResolvedAdapter(resolved, shapes)
+    resolved.init_lora_weights = spec.init_lora_weights
+    resolved.fan_in_fan_out = config.fan_in_fan_out  # PEFT changes it where it meets a head that is no Conv1D
+    if config.target_modules == set() and not spec.target_parameters:
+        resolved.target_modules = _no_targets()
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(value := getattr(resolved, key), set):
+            setattr(resolved, key, sorted(value))
+    return adapter
 
 
-def _hide_broken_bitsandbytes() -> None:
+def _no_targets() -> str:
+    """PEFT's own word for an adapter that adapts no module, as one of saved modules alone."""
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    return str(DUMMY_TARGET_MODULES)
+
+
+def _saved_modules(peft_model: Any) -> list[str]:
+    from peft.utils.other import ModulesToSaveWrapper
+
+    prefix = "base_model.model."
+    return [name.removeprefix(prefix) for name, m in peft_model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+
+
+def _notes(spec: AdapterSpec, peft_model: Any) -> list[str]:
+    if not spec.lora_bias:
+        return []
+    bare = [
+        m
+        for m in peft_model.base_model.targeted_module_names
+        if peft_model.base_model.model.get_submodule(m).bias is None
+    ]
+    if not bare:
+        return []
+    return [
+        f"adapter.lora_bias: {bare[0]} and {len(bare) - 1} more have no bias in the base, so the adapter can be loaded "
+        "by PEFT and not merged into a model of the same architecture"
+    ]
+
+
+def hide_broken_bitsandbytes() -> None:
     """PEFT imports bitsandbytes wherever it is installed, so one that cannot be imported would break plain LoRA too."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-
-
-def _refuse_unmatched(asked: list[str], shapes: dict[str, list[int]]) -> None:
-    unmatched = [name for name in asked if not any(f".{name}." in key for key in shapes)]
-    if unmatched:
-        raise ConfigError(
-            f"adapter.target_modules must each match a module of the model, got {', '.join(unmatched)} without a match"
-        )
 
 
 def _refuse_trained_embedding(shapes: dict[str, list[int]], family: Family) -> None:
@@ -150,30 +215,42 @@ def attach(model: Any, adapter: ResolvedAdapter, seed: int) -> Any | None:
         model: a stage's model; modules are replaced in place.
         adapter: of the whole model.
         seed: of the run; each module's initial values depend on it and on the module's global name.
+
+    Raises:
+        ConfigError: a module that is to train in full is in 4 bits here.
     """
-    from peft import NoMatchingPeftModuleError, get_peft_model
+    from peft import get_peft_model
 
-    foreign = {name for name, module in model.named_modules() if isinstance(module, PassThrough)}
+    config = _share_of(adapter, model)
+    for name in config.modules_to_save or []:
+        if not all(p.is_floating_point() for p in model.get_submodule(name).parameters()):
+            raise ConfigError(refusal_of_4_bits(name))
+    biases = config.bias == "all" and any(name.endswith(".bias") for name, _ in model.named_parameters())
+    if not (config.target_modules or config.target_parameters or config.modules_to_save or biases):
+        model.requires_grad_(False)
+        return None
+    if not config.target_modules and not config.target_parameters:
+        config.target_modules = _no_targets()
+    with _keyed_init(seed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # judged on the whole model already
+        return get_peft_model(model, config)
+
+
+def _share_of(adapter: ResolvedAdapter, model: Any) -> Any:
+    """The configuration of a stage: the modules that are here, by their full names."""
+    stand_ins = PassThrough | AddsNothing | nn.Identity
+    here = {name for name, module in model.named_modules() if not isinstance(module, stand_ins)}
+    own = [name for name in adapter.targets if name in here]
+    parameters = [name for name in adapter.parameters if name.rpartition(".")[0] in here]
     config = copy.deepcopy(adapter.config)
-    config.exclude_modules = sorted(foreign) or None
-    config.base_model_name_or_path = None
-    own = [name for name in config.modules_to_save or [] if _has_own(model, name, foreign)]
-    config.modules_to_save = own or None
-    try:
-        with _keyed_init(seed):
-            return get_peft_model(model, config)
-    except NoMatchingPeftModuleError:
-        if not own:
-            model.requires_grad_(False)
-            return None
-    raise ConfigError(
-        f"adapter.modules_to_save {own} cannot stand alone on a stage without a target of adapter.target_modules; "
-        "choose another split"
-    )
-
-
-def _has_own(model: Any, name: str, foreign: set[str]) -> bool:
-    return any((full == name or full.endswith(f".{name}")) and full not in foreign for full, _ in model.named_modules())
+    config.target_modules = set(own)
+    config.target_parameters = parameters or None
+    config.modules_to_save = [name for name in adapter.saved if name in here] or None
+    config.exclude_modules = config.layers_to_transform = config.base_model_name_or_path = None
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, key)
+        setattr(config, key, {k: v for k, v in pattern.items() if matched_by_pattern(k, own + parameters)})
+    return config
 
 
 @contextmanager
@@ -222,7 +299,18 @@ def part_of(whole: Mapping[str, T], stages: Sequence[StageSpec], index: int) -> 
         if layer is not None:
             mine = stage.start <= layer < stage.end
         else:
-            mine = index == 0 if any(f".{family.embedding}." in key for family in FAMILIES.values()) else last
+            mine = index == 0 if any(f".{name}." in key for name in _OF_THE_FIRST) else last
         if mine:
             part[key] = value
     return part
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m hetero.adapters merge RUN --out DIR`."""
+    from hetero.merge import main as merge_main
+
+    return merge_main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

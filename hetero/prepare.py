@@ -47,6 +47,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
     if resolved.experts is not None:
         log.info(router_loss_line(config.model.router_aux_loss, resolved.experts, spec.router_loss))
+    for note in adapter.notes:
+        log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
     return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from hetero import registry, store
+from hetero.adapter_rules import check_options
 from hetero.checked import convert
 from hetero.errors import ConfigError
 from hetero.experts import Experts, read_experts, router_loss_of
@@ -147,6 +148,12 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         if isinstance(config.adapter.target_modules, list):
             check_target_names(config.adapter.target_modules, family)
         check_layers(config.adapter.layers_to_transform, facts.num_hidden_layers)
+        check_options(
+            config.adapter,
+            family,
+            tied=facts.tie_word_embeddings,
+            quantizations=[stage.quantization or config.model.quantization for stage in stages],
+        )
         _check_for_training(config, stages)
         if config.data.packing:
             _check_packing(config, family, router_loss_of(config.model.router_aux_loss, experts) is not None)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from hetero import adapters, registry
-from hetero.adapter_files import check_complete, save_adapter
+from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter
 from hetero.agreement import shapes_digest
 from hetero.console import StepProgress
 from hetero.errors import PeerError, printable
@@ -39,7 +39,7 @@ from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec
 from hetero.stopping import Stop, Terminated, signals_ask
-from hetero.training_state import adapter_of, part_of
+from hetero.training_state import adapter_of, as_state, part_of
 from hetero.transport.identity import Identity
 from hetero.watchdog import Progress, Watchdog
 from hetero.wire.headers import Synced
@@ -217,7 +217,8 @@ class Run:
                     logger.step(record)
                 progress.step(record)
                 hit("coordinator.step_logged")
-                self.saver.own_part(member)
+                if (state := self.saver.own_part(member)) is not None:
+                    self._keep_own_part(record["step"], state)
 
             train = registry.build("loop", spec.loop.target, config.allow_targets)
             train(
@@ -239,11 +240,19 @@ class Run:
         adapter = adapter_of(self.saver.save_last(session, member, last, self._shapes()))
         check_complete(self.prepared.adapter, adapter)
         save_adapter(self.result.adapter_dir, self.prepared.adapter, adapter)
+        own = {key: adapter[key] for key in member.stage.trained}
+        self._keep_own_part(last, as_state(own))
         hit("coordinator.adapter_written")
         if last < spec.total_steps:
             self.result.stopped = self.stop.reason
             if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
+
+    def _keep_own_part(self, step: int, state: dict[str, torch.Tensor]) -> None:
+        """As every worker does: the parts of all machines make an adapter where the checkpoints are lost."""
+        part = part_of_stage(self.spec, 0, self.run_id, step)
+        folder = self.result.adapter_dir.with_name(PART_FOLDER)
+        save_adapter(folder, self.prepared.adapter, adapter_of(state), part)
 
     def _ask_stop(self, signal_name: str) -> bool:
         """A signal came: without checkpoints there is nothing to wait for."""

@@ -105,12 +105,19 @@ class Saver:
         self._begun = Gathering(step, shapes, self._all_here)
         return self._begun
 
-    def own_part(self, member: Member) -> None:
-        """Adds this process's state to a checkpoint that has begun; after the step is logged, so no log lacks it."""
-        if self._begun is not None:
-            self._begun.part(member.index, member.state())
-            self._begun = None
-            hit("coordinator.state_taken")
+    def own_part(self, member: Member) -> dict[str, torch.Tensor] | None:
+        """Adds this process's state to a checkpoint that has begun; after the step is logged, so no log lacks it.
+
+        Returns:
+            The state, None where no checkpoint has begun.
+        """
+        if self._begun is None:
+            return None
+        state = member.state()
+        self._begun.part(member.index, state)
+        self._begun = None
+        hit("coordinator.state_taken")
+        return state
 
     def _all_here(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         self._writing = self._writer.submit(self._write, step, tensors)

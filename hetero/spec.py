@@ -54,6 +54,11 @@ class AdapterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     alpha_pattern: dict[str, Annotated[float, Meta(gt=0)]] | None = None
     use_rslora: bool = False
     use_dora: bool = False
+    bias: Literal["none", "lora_only", "all"] = "none"
+    lora_bias: bool = False
+    init_lora_weights: bool | Name = True
+    exclude_modules: list[Name] | Name | None = None
+    target_parameters: list[Name] | None = None
     init_from: str | None = None
 
 

@@ -26,6 +26,31 @@ def read_entries(file: Path) -> dict[str, Entry]:
     Raises:
         ValueError: it is no whole safetensors file, or cannot be read; its text is the reason.
     """
+    raw, size = _read_header(file)
+    entries = _entries(raw, 8 + len(raw))
+    last = max((entry.end for entry in entries.values()), default=8 + len(raw))
+    if last != size:
+        raise ValueError(f"its tensors end at byte {last} and the file at byte {size}")
+    return entries
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a safetensors file says of itself beside its tensors.
+
+    Raises:
+        ValueError: as `read_entries`.
+    """
+    raw, _ = _read_header(file)
+    try:
+        header = json.loads(raw)
+        found = header.get("__metadata__", {})
+        return {key: value for key, value in found.items() if isinstance(value, str)}
+    except (ValueError, RecursionError, AttributeError):
+        raise ValueError("its header is no JSON object") from None
+
+
+def _read_header(file: Path) -> tuple[bytes, int]:
+    """The header's bytes, and the size of the file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -38,11 +63,7 @@ def read_entries(file: Path) -> dict[str, Entry]:
         raise ValueError((exc.strerror or str(exc)).lower()) from None
     if len(start) < 8 or len(raw) < length:
         raise ValueError("it ends within its header")
-    entries = _entries(raw, 8 + length)
-    last = max((entry.end for entry in entries.values()), default=8 + length)
-    if last != size:
-        raise ValueError(f"its tensors end at byte {last} and the file at byte {size}")
-    return entries
+    return raw, size
 
 
 def _entries(raw: bytes, base: int) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetero import registry, store
-from hetero.adapter_files import save_adapter
+from hetero.adapter_files import PART_FOLDER, part_of_stage, save_adapter
 from hetero.agreement import shapes_digest
 from hetero.awake import kept_awake
 from hetero.errors import PeerError, show_address
@@ -194,7 +194,7 @@ def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progre
         while True:
             order = session.next_order()
             if isinstance(order.frame.header, Gather):
-                _give_state(session, member, folder)
+                _give_state(session, member, folder, order.frame.header.step)
             else:
                 _do_step(session, member, order, folder)
     except SessionOver as over:
@@ -217,14 +217,15 @@ def _do_step(session: WorkerSession, member: Member, order: Received, folder: Pa
     member.apply(apply.step, apply.clip_factor)
     hit("worker.applied")
     if apply.save:
-        _give_state(session, member, folder)
+        _give_state(session, member, folder, apply.step)
 
 
-def _give_state(session: WorkerSession, member: Member, folder: Path) -> None:
+def _give_state(session: WorkerSession, member: Member, folder: Path, step: int) -> None:
     """Sends a copy of the stage's state, in its own time, and keeps the adapter's part on this machine."""
     state = member.state()
     hit("worker.state_taken")
     session.send_state(state)
     hit("worker.state_queued")
-    if state and member.stage.adapter is not None:
-        save_adapter(folder / "adapter-stage", member.stage.adapter, adapter_of(state))
+    if member.stage.adapter is not None:  # without a tensor as well: what lies there may be of another run
+        part = part_of_stage(session.spec, session.member.stage, session.member.run_id, step)
+        save_adapter(folder / PART_FOLDER, member.stage.adapter, adapter_of(state), part)

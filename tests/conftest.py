@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_matrix import matrix  # noqa: F401  a fixture
 from fleet import Fleet, adapter_of, fleet, fork_server
 from forkserver import ForkServer
 from processes import Worker, worker, write_jsonl
@@ -91,6 +92,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
     "llama31": ("llama", {"tie_word_embeddings": False, "rope_parameters": _LLAMA31}),
+    "llama_bias": ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": 4, "tie_word_embeddings": False}),
     "qwen2": (
         "qwen2",

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,13 @@ import pytest
 import torch
 from conftest import LAYERS, MODEL_NAMES, Tiny, make_rows
 from peft import LoraConfig, get_peft_model
-from pipeline import build_stages, lively, make_spec, pipeline_logits, run_stages, same_bits
+from pipeline import build_stages, lively, make_spec, run_stages, same_bits
 from reference import run_reference, trained, whole_model
 from safetensors.torch import load_file, save_file
 
 from hetero import adapters, data
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE, check_complete, read_adapter, save_adapter
+from hetero.adapter_rules import check_options
 from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
 from hetero.families import FAMILIES
@@ -44,125 +42,6 @@ def refusal(action: Callable[[], Any]) -> str:
         action()
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# ---- a standard PEFT folder of the whole model
-
-
-ROUND_TRIPS: dict[str, tuple[str, AdapterSpec]] = {
-    "plain": ("llama", QV),
-    "tied": ("qwen2", AdapterSpec(r=4, alpha=8, target_modules="auto")),
-    "gpt2": ("gpt2", AdapterSpec(r=4, alpha=8, target_modules="auto")),
-    "all_linear": ("llama", AdapterSpec(r=4, alpha=8, target_modules="all-linear")),
-    "dora": ("llama", AdapterSpec(r=4, alpha=8, use_dora=True)),
-    "rslora": ("llama", AdapterSpec(r=4, alpha=8, use_rslora=True)),
-    "patterns": (
-        "llama",
-        msgspec.structs.replace(QV, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3.0}),
-    ),
-    "layers": ("llama", msgspec.structs.replace(QV, layers_to_transform=[0, 4])),
-    "head_saved": ("llama", msgspec.structs.replace(QV, modules_to_save=["lm_head"])),
-    "tied_head_saved": ("llama_tied", msgspec.structs.replace(QV, modules_to_save=["lm_head"])),
-    "both_ends": ("llama", AdapterSpec(r=4, alpha=8, target_modules=["embed_tokens", "lm_head", "q_proj"])),
-    "regex": ("llama", AdapterSpec(r=4, alpha=8, target_modules=r".*layers\.[13]\..*_proj")),
-}
-
-# Runs in a process of its own, as a user would load the adapter; every warning about the adapter is an error.
-_LOAD = """
-import json, sys, warnings
-import torch
-from peft import PeftModel
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-cases, logits, faults = json.load(open(sys.argv[1])), {}, {}
-for name, case in cases.items():
-    base = AutoModelForCausalLM.from_pretrained(case["base"], dtype=torch.float32)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("error")
-            warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about names that peft still uses
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # true, and meant
-            model = PeftModel.from_pretrained(base, case["adapter"]).eval()
-            logits[name] = model(input_ids=torch.tensor(case["input_ids"])).logits
-        logits[name + ".merged"] = model.merge_and_unload()(input_ids=torch.tensor(case["input_ids"])).logits.detach()
-    except Exception as exc:
-        faults[name] = repr(exc)
-save_file(logits, sys.argv[2])
-json.dump(faults, open(sys.argv[3], "w"))
-"""
-
-
-@dataclass
-class RoundTrips:
-    """For each case the pipeline's logits, those of PEFT in another process, what went wrong there, and the folder."""
-
-    ours: dict[str, torch.Tensor]
-    theirs: dict[str, torch.Tensor]
-    faults: dict[str, str]
-    folders: dict[str, Path]
-
-
-@pytest.fixture(scope="module")
-def round_trips(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RoundTrips:
-    """3 stages, 3 steps at a large learning rate, saved; loaded by PEFT in a fresh process."""
-    root = tmp_path_factory.mktemp("round_trips")
-    rows = make_rows((5, 9, 12, 7, 4, 8))
-    ids = torch.tensor([list(range(3, 15)), list(range(40, 52))])
-    found = RoundTrips({}, {}, {}, {})
-    cases = {}
-    for name, (model_name, spec) in ROUND_TRIPS.items():
-        run = make_spec(tiny(model_name), (1, 4), adapter=spec, microbatch_size=2, lr=0.03)
-        stages = build_stages(run, tiny(model_name))
-        steps = [data.micro_batches(rows[i : i + 2], 2, padding_side="right", pad_id=0) for i in (0, 2, 4)]
-        before = pipeline_logits(stages, {"input_ids": ids})
-        outcome = run_stages(run, stages, steps)
-        found.ours[name] = pipeline_logits(stages, {"input_ids": ids})
-        assert float((found.ours[name] - before).abs().max()) > 1e-2
-        whole = resolved(tiny(model_name), spec)
-        check_complete(whole, outcome.adapter)
-        found.folders[name] = root / name
-        save_adapter(found.folders[name], whole, outcome.adapter)
-        cases[name] = {"base": str(tiny(model_name)), "adapter": str(root / name), "input_ids": ids.tolist()}
-    (root / "load.py").write_text(_LOAD)
-    (root / "cases.json").write_text(json.dumps(cases))
-    outputs = [str(root / name) for name in ("cases.json", "logits.safetensors", "faults.json")]
-    subprocess.run([sys.executable, str(root / "load.py"), *outputs], check=True, timeout=240, capture_output=True)
-    found.theirs = load_file(root / "logits.safetensors")
-    found.faults = json.loads((root / "faults.json").read_text())
-    return found
-
-
-@pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_peft_loads_the_saved_adapter_and_gives_the_same_logits(round_trips: RoundTrips, name: str) -> None:
-    """P01, P05: without a warning; merged as well."""
-    assert name not in round_trips.faults
-    torch.testing.assert_close(round_trips.theirs[name], round_trips.ours[name], rtol=0, atol=1e-5)
-    torch.testing.assert_close(round_trips.theirs[f"{name}.merged"], round_trips.ours[name], rtol=0, atol=1e-4)
-
-
-def test_saved_adapter_is_complete_and_numbered_globally(round_trips: RoundTrips) -> None:
-    """P01, P02."""
-    tensors = load_file(round_trips.folders["plain"] / WEIGHTS_FILE)
-    assert len(tensors) == LAYERS * 2 * 2
-    assert set(tensors) == {
-        f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{part}.weight"
-        for layer in range(LAYERS)
-        for module in ("q_proj", "v_proj")
-        for part in "AB"
-    }
-    config = json.loads((round_trips.folders["plain"] / CONFIG_FILE).read_text())
-    assert config["target_modules"] == ["q_proj", "v_proj"]
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
-    assert (config["base_model_name_or_path"], config["exclude_modules"]) == ("llama", None)
-    assert config["inference_mode"] is True
-    assert sorted(p.name for p in round_trips.folders["plain"].iterdir()) == sorted([CONFIG_FILE, WEIGHTS_FILE])
-
-
-def test_dora_magnitudes_are_saved(round_trips: RoundTrips) -> None:
-    """P05."""
-    keys = load_file(round_trips.folders["dora"] / WEIGHTS_FILE).keys()
-    assert sum(key.endswith("lora_magnitude_vector") for key in keys) == LAYERS * 7
-    assert len(keys) == LAYERS * 7 * 3
 
 
 def test_saving_replaces_an_older_adapter(tiny: Tiny, tmp_path: Path) -> None:
@@ -248,15 +127,6 @@ def test_head_of_a_tied_model_may_train(tiny: Tiny, kind: str) -> None:
     assert outcomes[0].losses == pytest.approx(reference.losses, abs=1e-5)
     for key, value in reference.adapter.items():
         torch.testing.assert_close(outcomes[0].adapter[key], value, rtol=0, atol=1e-5)
-
-
-def test_saved_modules_alone_on_a_stage_without_targets_are_refused(tiny: Tiny) -> None:
-    """PEFT cannot wrap a model without a target; the split can be changed, the message says so."""
-    spec = AdapterSpec(r=4, alpha=8, target_modules=["q_proj"], layers_to_transform=[0], modules_to_save=["lm_head"])
-    run = make_spec(tiny("llama"), (3,), adapter=spec)
-    message = refusal(lambda: build_stages(run, tiny("llama")))
-    assert "lm_head" in message
-    assert "adapter.modules_to_save" in message
 
 
 # ---- wrong names
@@ -438,3 +308,127 @@ def test_incomplete_gathering_is_noticed(tiny: Tiny) -> None:
     tensors.popitem()
     with pytest.raises(AssertionError):
         check_complete(whole, tensors)
+
+
+# ---- options that would give a wrong adapter
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "pissa_niter": ("llama", {"init_lora_weights": "pissa_niter_4"}, ("init_lora_weights", "at random again")),
+    "loftq": ("llama", {"init_lora_weights": "loftq"}, ("init_lora_weights", "'loftq'")),
+    "odd_rank": ("llama", {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 3}}, ("rank_pattern", "3")),
+    "pissa_tied_head": (
+        "llama_tied",
+        {"target_modules": ["lm_head"], "init_lora_weights": "pissa"},
+        ("tie_word_embeddings",),
+    ),
+    "pissa_embedding": ("llama", {"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"}, ("embed_tokens",)),
+    "olora_embedding": (
+        "llama",
+        {"target_modules": r".*(q_proj|embed_tokens)", "init_lora_weights": "olora"},
+        ("embed_tokens",),
+    ),
+    "bias_of_dora": ("llama", {"lora_bias": True, "use_dora": True}, ("lora_bias", "use_dora")),
+    "bias_of_gaussian": ("llama", {"lora_bias": True, "init_lora_weights": "gaussian"}, ("lora_bias", "gaussian")),
+    "bias_of_embedding": ("llama", {"lora_bias": True, "target_modules": ["embed_tokens"]}, ("lora_bias",)),
+    "bias_saved_twice": (
+        "gpt2",
+        {"target_modules": ["c_attn"], "bias": "all", "modules_to_save": ["ln_f"]},
+        ("adapter.bias", "modules_to_save"),
+    ),
+    "layers_of_a_regex": (
+        "llama",
+        {"target_modules": r".*q_proj", "layers_to_transform": [1]},
+        ("layers_to_transform",),
+    ),
+    "layers_of_all": ("llama", {"target_modules": "all-linear", "layers_to_transform": [1]}, ("layers_to_transform",)),
+    "no_layer": ("llama", {"layers_to_transform": []}, ("layers_to_transform",)),
+    "nothing": ("llama", {"target_modules": []}, ("target_modules", "empty")),
+    "no_regex": ("llama", {"target_modules": r".*(q_proj"}, ("target_modules", "regular expression")),
+    "no_pattern": ("llama", {"rank_pattern": {"(q": 2}}, ("rank_pattern", "regular expression")),
+    "rank_of_nothing": ("llama", {"rank_pattern": {"q_proj": 2, "k_proj": 3}}, ("rank_pattern", "'k_proj'", "v_proj")),
+    "alpha_of_nothing": ("llama", {"alpha_pattern": {"layers.9.self_attn.q_proj": 3.0}}, ("alpha_pattern", "layers.9")),
+    "exclude_nothing": (
+        "llama",
+        {"exclude_modules": ["layers.0.self_attn.q_proj", "q_porj"]},
+        ("exclude_modules", "'q_porj'"),
+    ),
+    "exclude_no_match": ("llama", {"exclude_modules": r".*nope.*"}, ("exclude_modules", "nope")),
+    "exclude_all": ("llama", {"exclude_modules": ["q_proj", "v_proj"]}, ("target_modules",)),
+    "parameters_of_nothing": ("llama", {"target_parameters": ["mlp.experts.down_proj"]}, ("target_parameters",)),
+    "parameters_dropped": ("llama", {"target_parameters": ["x"], "dropout": 0.1}, ("dropout", "target_parameters")),
+    "parameters_dora": ("llama", {"target_parameters": ["x"], "use_dora": True}, ("use_dora", "target_parameters")),
+    "parameters_bias": ("llama", {"target_parameters": ["x"], "bias": "all"}, ("adapter.bias", "target_parameters")),
+    "parameters_init": (
+        "llama",
+        {"target_parameters": ["x"], "init_lora_weights": "orthogonal"},
+        ("init_lora_weights", "target_parameters"),
+    ),
+    "parameters_layers": (
+        "llama",
+        {"target_parameters": ["x"], "layers_to_transform": [1]},
+        ("layers_to_transform", "target_parameters"),
+    ),
+    "parameters_gpt2": ("gpt2", {"target_parameters": ["x"]}, ("target_parameters",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_cannot_be_right_are_refused_with_the_reason(tiny: Tiny, name: str) -> None:
+    """By one line that names the option; judged on the whole model, so no split decides."""
+    model, changes, words = REFUSED[name]
+    message = refusal(lambda: resolved(tiny(model), msgspec.structs.replace(QV, **changes)))
+    assert message.startswith("adapter.") or "adapter." in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "orthogonal"},
+        {"modules_to_save": ["layers.3.mlp.up_proj"]},
+        {"modules_to_save": ["mlp"]},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+    ],
+)
+def test_what_4_bits_cannot_be_is_refused_where_any_stage_is_in_them(changes: dict[str, Any]) -> None:
+    spec, family = msgspec.structs.replace(QV, **changes), FAMILIES["llama"]
+    check_options(spec, family, tied=False, quantizations=["none", "none"])
+    message = refusal(lambda: check_options(spec, family, tied=False, quantizations=["none", "nf4"]))
+    assert "quantization" in message
+
+
+def test_a_stage_in_4_bits_refuses_to_train_its_weights_in_full(tiny: Tiny) -> None:
+    """Whatever the names that the user gave."""
+    spec = msgspec.structs.replace(QV, modules_to_save=["layers.3"])
+    run = make_spec(tiny("llama"), (3,), adapter=spec, quantizations=["none", "nf4"])
+    assert "layers.3 out" in refusal(lambda: build_stages(run, tiny("llama")))
+
+
+def test_a_pattern_of_another_stages_module_is_no_fault(tiny: Tiny, recwarn: pytest.WarningsRecorder) -> None:
+    """Judged over all stages together; and no stage warns of what is on another one."""
+    spec = msgspec.structs.replace(QV, rank_pattern={"layers.0.self_attn.q_proj": 2, "layers.5.self_attn.v_proj": 3})
+    stages = build_stages(make_spec(tiny("llama"), (1, 4), adapter=spec), tiny("llama"))
+    shapes = {key: list(value.shape) for key, value in gathered(stages).items()}
+    assert shapes == resolved(tiny("llama"), spec).shapes
+    assert shapes["base_model.model.model.layers.5.self_attn.v_proj.lora_A.weight"] == [3, 32]
+    assert not [warning for warning in recwarn if "pattern" in str(warning.message)]
+
+
+def test_a_bias_that_cannot_be_merged_is_said(tiny: Tiny) -> None:
+    note = resolved(tiny("llama"), msgspec.structs.replace(QV, lora_bias=True)).notes
+    assert len(note) == 1
+    assert "lora_bias" in note[0]
+    assert not resolved(tiny("llama_bias"), msgspec.structs.replace(QV, lora_bias=True)).notes
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_on_a_changed_base_starts_only_a_run_like_it(tiny: Tiny, tmp_path: Path, init: str) -> None:
+    """Its values mean something else on the base as it is."""
+    spec = msgspec.structs.replace(QV, init_lora_weights=init)
+    saved(tiny, tmp_path, spec)
+    read_adapter(tmp_path, resolved(tiny("llama"), spec))
+    assert init in refusal(lambda: read_adapter(tmp_path, resolved(tiny("llama"), QV)))

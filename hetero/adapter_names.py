@@ -1,0 +1,74 @@
+"""Whether every name that an adapter's options give is there in the whole model, and what there is instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hetero.errors import ConfigError
+from hetero.families import Family
+from hetero.spec import AdapterSpec
+
+_MOST_SHOWN = 12
+
+
+def refuse_unmatched(spec: AdapterSpec, config: Any, adapter: Any, names: Sequence[str], family: Family) -> None:
+    """Refuses names that match nothing in any stage; PEFT only does where nothing at all matches.
+
+    Args:
+        spec: the adapter as asked for.
+        config: PEFT's configuration of it, before it met the model.
+        adapter: a `ResolvedAdapter`: what was matched.
+        names: of all modules of the whole model.
+        family: of the model.
+
+    Raises:
+        ConfigError: lists the names without a match and those that there are.
+    """
+    if isinstance(config.target_modules, list | set):
+        unmatched = [name for name in sorted(config.target_modules) if not _matched(name, adapter.targets)]
+        _refuse("target_modules", unmatched, "each match a module of the model", (*family.linear_modules, "lm_head"))
+    _refuse(
+        "modules_to_save",
+        [name for name in config.modules_to_save or [] if not any(saved.endswith(name) for saved in adapter.saved)],
+        "name modules of the model",
+        sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()} - {""}),
+    )
+    _refuse(
+        "target_parameters",
+        [name for name in spec.target_parameters or [] if not _matched(name, adapter.parameters)],
+        "each match a parameter that is no part of a target module",
+        (),
+    )
+    _check_excluded(spec, names, family)
+    for key in ("rank_pattern", "alpha_pattern"):
+        known = [*adapter.targets, *adapter.parameters]
+        unmatched = [name for name in getattr(spec, key) or {} if not matched_by_pattern(name, known)]
+        _refuse(key, unmatched, "each match a target", sorted({name.rpartition(".")[2] for name in known}))
+
+
+def matched_by_pattern(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a key of PEFT's rank_pattern or alpha_pattern is about one of these modules."""
+    expression = re.compile(rf"(.*\.)?({pattern})$")
+    return any(expression.match(name) for name in names)
+
+
+def _check_excluded(spec: AdapterSpec, names: Sequence[str], family: Family) -> None:
+    asked = spec.exclude_modules
+    if isinstance(asked, str):
+        unmatched = [] if any(re.fullmatch(asked, name) for name in names) else [asked]
+    else:
+        unmatched = [name for name in asked or [] if not _matched(name, names)]
+    _refuse("exclude_modules", unmatched, "each match a module of the model", family.linear_modules)
+
+
+def _matched(asked: str, names: Iterable[str]) -> bool:
+    return any(name == asked or name.endswith(f".{asked}") for name in names)
+
+
+def _refuse(key: str, unmatched: Sequence[str], rule: str, there: Sequence[str]) -> None:
+    if not unmatched:
+        return
+    shown = f" ({', '.join(there[:_MOST_SHOWN])}{', ...' if len(there) > _MOST_SHOWN else ''})" if there else ""
+    raise ConfigError(f"adapter.{key} must {rule}{shown}, got {', '.join(map(repr, unmatched))} without a match")

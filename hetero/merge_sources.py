@@ -1,0 +1,199 @@
+"""Where an adapter is: a run's folder, its adapter, a checkpoint of it, or the parts that stages have kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero import adapters
+from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from hetero.adapter_parts import is_part, unite
+from hetero.checkpoint import CheckpointStore
+from hetero.errors import CheckpointError, ConfigError
+from hetero.folders import one_line
+from hetero.models import meta_model
+from hetero.snapshot import MANIFEST_FILE, Snapshot, read_manifest, read_snapshot
+from hetero.spec import RunSpec
+from hetero.store import find_weights
+from hetero.training_state import adapter_of
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass
+class Source:
+    """An adapter of a whole model.
+
+    Attributes:
+        config: content of adapter_config.json.
+        tensors: by global key.
+        origin: where it is from, in words.
+        step: that it is the state after, where that is known.
+        quantizations: what the stages that trained it held the base in, where that is known.
+        model: fingerprint of the base that it was trained on, where that is known.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    origin: str
+    step: int | None = None
+    quantizations: list[str] = field(default_factory=list)
+    model: dict[str, str] = field(default_factory=dict)
+
+    def base_name(self) -> str | None:
+        """The base model, as the adapter names it."""
+        name = self.config.get("base_model_name_or_path")
+        return str(name) if name else None
+
+
+def find_base(given: str | None, named: str | None) -> Path:
+    """The folder of the base model.
+
+    Args:
+        given: by the user.
+        named: by the adapter.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    wanted = given or named
+    if wanted is None:
+        raise ConfigError("--base must name the base model's folder, since the adapter names none: --base PATH")
+    try:
+        found = find_weights(wanted)
+    except ConfigError as exc:
+        raise ConfigError(f"--base must lead to the base model {wanted!r}: --base PATH ({exc})") from None
+    if not isinstance(found, Path):
+        raise ConfigError(f"--base must be a folder of this machine, {wanted!r} is on the hub only: --base PATH")
+    return found
+
+
+def find_source(path: Path, base: str | None) -> Source:
+    """The adapter in a run's folder, an adapter's or a checkpoint's.
+
+    Args:
+        path: what the user names.
+        base: the base model that the user names, which a checkpoint's adapter is put together on.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"RUN must be the folder of a run, an adapter or a checkpoint, found none at {path}")
+    for place in (path, path / "adapter"):
+        if (place / CONFIG_FILE).is_file():
+            return _of_adapter(place)
+    if (path / MANIFEST_FILE).is_file():
+        return _of_checkpoint(path, _snapshot(path), base)
+    for place in (path / CHECKPOINTS, path):
+        if CheckpointStore(place).steps():
+            return _of_newest(place, base)
+    raise ConfigError(
+        f"RUN must hold an adapter ({CONFIG_FILE}, or adapter/ with it) or checkpoints, found neither in "
+        f"{path.absolute()}"
+    )
+
+
+def find_stages(folders: Sequence[Path]) -> Source:
+    """The adapter of the parts in these folders."""
+    config, tensors, part = unite(folders)
+    origin = f"the parts that {len(folders)} stages kept after step {part.step}"
+    return Source(config, tensors, origin, part.step)
+
+
+def _of_adapter(folder: Path) -> Source:
+    from safetensors.torch import load_file
+
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ConfigError(f"RUN must hold {WEIGHTS_FILE} beside {CONFIG_FILE}, found none in {folder.absolute()}")
+    if is_part(folder / WEIGHTS_FILE):
+        raise ConfigError(
+            f"RUN must hold a whole adapter, {folder.absolute()} is a stage's part: merge --stages with the folders of "
+            "all stages"
+        )
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+            raise ValueError(f"{CONFIG_FILE} is not that of a LoRA adapter")
+        source = Source(config, load_file(folder / WEIGHTS_FILE), str(folder.absolute()))
+    except Exception as exc:  # safetensors raises its own SafetensorError without a common base
+        raise ConfigError(f"RUN cannot be read: {folder.absolute()}: {one_line(exc)}") from None
+    _add_run(source, folder.parent)
+    return source
+
+
+def _add_run(source: Source, run: Path) -> None:
+    """What the run's own files say, where there are any."""
+    try:
+        spec = json.loads((run / "run.json").read_text(encoding="utf-8"))["spec"]
+        source.quantizations = [s["quantization"] or spec["model"]["quantization"] for s in spec["stages"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for step in CheckpointStore(run / CHECKPOINTS).steps():
+        try:
+            manifest = read_manifest(run / CHECKPOINTS / f"step-{step:08d}" / MANIFEST_FILE, step)
+        except (OSError, CheckpointError):
+            continue
+        source.model = dict(manifest.about.get("model", {}))
+        return
+
+
+def _of_newest(folder: Path, base: str | None) -> Source:
+    snapshot, skipped = CheckpointStore(folder).newest()
+    for line in skipped:
+        log.warning("checkpoint skipped: %s", line)
+    if snapshot is None:
+        raise ConfigError(f"RUN must hold a whole checkpoint, found none in {folder.absolute()}")
+    return _of_checkpoint(folder, snapshot, base)
+
+
+def _snapshot(folder: Path) -> Snapshot:
+    digits = folder.absolute().name.removeprefix("step-")
+    if not digits.isdecimal():
+        raise ConfigError(f"RUN must be named as the run named it (step-00000012), got {folder.absolute().name}")
+    try:
+        return read_snapshot(folder, int(digits))[0]
+    except CheckpointError as exc:
+        raise ConfigError(f"RUN is no whole checkpoint: {exc}") from None
+
+
+def _of_checkpoint(folder: Path, snapshot: Snapshot, base: str | None) -> Source:
+    about = snapshot.about
+    try:
+        spec = RunSpec.from_json(json.dumps(about["spec"]).encode())
+    except (KeyError, TypeError) as exc:
+        raise ConfigError(f"RUN does not say what it is of: {folder.absolute()}: {one_line(exc)}") from None
+    named = spec.model.path
+    if spec.local_model:
+        named = _local_base(Path(about.get("run_dir", "")), folder) or named
+    model = meta_model(find_base(base, named))
+    resolved = adapters.resolve(model, spec.adapter, named)
+    tensors = adapter_of(snapshot.tensors)
+    if {key: list(value.shape) for key, value in tensors.items()} != resolved.shapes:
+        raise ConfigError(
+            f"--base must be the model that {folder.absolute()} was trained on: other tensors train there"
+        )
+    resolved.config.inference_mode = True
+    config = json.loads(json.dumps(resolved.config.to_dict(), default=str))
+    source = Source(config, tensors, f"the checkpoint of step {snapshot.step} in {folder.absolute()}", snapshot.step)
+    source.model = dict(about.get("model", {}))
+    source.quantizations = [stage.quantization or spec.model.quantization for stage in spec.stages]
+    return source
+
+
+def _local_base(run_dir: Path, folder: Path) -> str | None:
+    """Where the coordinator had a model that is no hub's; checkpoints hold no paths of it."""
+    for run in (run_dir, folder.absolute().parent, folder.absolute().parent.parent):
+        try:
+            return str(json.loads((run / "run.json").read_text(encoding="utf-8"))["config"]["model"]["path"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

@@ -1,0 +1,435 @@
+"""An adapter out of what a run leaves, and base and adapter as one model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from adapter_matrix import CASES, NOT_MERGED, QV, Matrix, load_elsewhere, probe, resolved
+from conftest import Tiny
+from pipeline import build_stages, make_spec
+from safetensors.torch import load_file, save_file
+
+from hetero.adapter_files import CONFIG_FILE, PART_FOLDER, WEIGHTS_FILE, part_of_stage, read_adapter, save_adapter
+from hetero.checkpoint import CheckpointStore, Snapshot
+from hetero.errors import ConfigError
+from hetero.fingerprint import fingerprint
+from hetero.merge import RECORD, main, merge_adapter, merge_full
+from hetero.merge_sources import find_source, find_stages
+from hetero.resume import about_of
+from hetero.spec import AdapterSpec, RunSpec
+from hetero.tensor_files import read_metadata
+from hetero.training_state import as_state
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def values(shapes: Mapping[str, list[int]]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {key: 0.3 * torch.randn(shape, generator=generator) for key, shape in sorted(shapes.items())}
+
+
+def an_adapter(base: Path, folder: Path, spec: AdapterSpec = QV) -> dict[str, torch.Tensor]:
+    whole = resolved(base, spec)
+    tensors = values(whole.shapes)
+    save_adapter(folder, whole, tensors)
+    return tensors
+
+
+# ---- base and adapter as one model
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MERGED])
+def test_full_merge_gives_the_trained_logits(matrix: Matrix, name: str) -> None:
+    """P14, P05: by AutoModelForCausalLM, offline, in a fresh process, without a warning."""
+    assert f"{name}.full" not in matrix.faults
+    torch.testing.assert_close(matrix.merged[name], matrix.trained[name].logits, rtol=0, atol=1e-5)
+
+
+def test_full_merge_has_the_files_of_its_base(matrix: Matrix, tiny: Tiny) -> None:
+    """P14: same shards, an index, the metadata that loaders want, and what else the base came with."""
+    case = matrix.trained["plain"]
+    shards = sorted(file.name for file in case.base.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert sorted(file.name for file in case.full.glob("*.safetensors")) == shards
+    assert all(read_metadata(case.full / name) == {"format": "pt"} for name in shards)
+    index = json.loads((case.full / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == json.loads((case.base / "model.safetensors.index.json").read_text())["weight_map"]
+    assert (case.full / "generation_config.json").read_bytes() == (case.base / "generation_config.json").read_bytes()
+    record = json.loads((case.full / RECORD).read_text())
+    assert (record["base_weights"], record["dtype"], record["untied_head"]) == ("original", "float32", False)
+    assert "llama" in (case.full / "README.md").read_text()
+
+
+def test_a_trained_head_of_a_tied_model_becomes_a_matrix_of_its_own(matrix: Matrix) -> None:
+    for name in ("tied_head", "tied_head_saved"):
+        folder = matrix.trained[name].full
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+        tensors = load_file(folder / "model.safetensors")
+        assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    base = load_file(matrix.trained["tied_head"].base / "model.safetensors")
+    assert torch.equal(base["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_tensors_without_an_adapter_are_copied_to_the_bit(matrix: Matrix) -> None:
+    case = matrix.trained["layers_of_one_stage"]
+    base: dict[str, torch.Tensor] = {}
+    merged: dict[str, torch.Tensor] = {}
+    for file in case.base.glob("*.safetensors"):
+        base |= load_file(file)
+        merged |= load_file(case.full / file.name)
+    changed = {key for key in base if not torch.equal(base[key], merged[key])}
+    assert changed == {f"model.layers.5.self_attn.{module}.weight" for module in ("q_proj", "v_proj")}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype_is_that_of_every_number(tiny: Tiny, tmp_path: Path, dtype: str) -> None:
+    """The merged values are rounded once: they equal the fp32 merge, cast."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    source = find_source(tmp_path / "adapter", None)
+    exact = merge_full(source, tmp_path / "exact", base=str(tiny("llama")))
+    small = merge_full(source, tmp_path / "small", base=str(tiny("llama")), dtype=dtype)
+    assert json.loads((small / "config.json").read_text())["dtype"] == dtype
+    for file in exact.glob("*.safetensors"):
+        there = load_file(small / file.name)
+        for key, value in load_file(file).items():
+            assert torch.equal(there[key], value.to(getattr(torch, dtype)))
+
+
+def test_names_of_a_base_model_alone_are_found(tiny: Tiny, tmp_path: Path) -> None:
+    """The hub's GPT-2 has `h.0.` where the model has `transformer.h.0.`."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_bytes((tiny("gpt2") / "config.json").read_bytes())
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(tiny("gpt2") / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    an_adapter(tiny("gpt2"), tmp_path / "adapter", AdapterSpec(r=4, alpha=8))
+    source = find_source(tmp_path / "adapter", None)
+    one = load_file(merge_full(source, tmp_path / "one", base=str(base)) / "model.safetensors")
+    two = load_file(merge_full(source, tmp_path / "two", base=str(tiny("gpt2"))) / "model.safetensors")
+    assert {f"transformer.{key}" for key in one} == set(two)
+    assert all(torch.equal(value, two[f"transformer.{key}"]) for key, value in one.items())
+
+
+_PEAK = """
+import sys, threading, time
+from pathlib import Path
+from hetero.merge import main
+from hetero.merge_module import merge_module
+from hetero.merge import find_source
+import peft, transformers.models.llama.modeling_llama
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) * 1024
+main(["merge", sys.argv[1], "--full", "--out", sys.argv[2], "--base", sys.argv[3]])  # warms up
+before, peak, done = anonymous(), [0], threading.Event()
+def look():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+thread = threading.Thread(target=look)
+thread.start()
+main(["merge", sys.argv[4], "--full", "--out", sys.argv[5], "--base", sys.argv[6]])
+done.set()
+thread.join()
+print(peak[0] - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_full_merge_never_holds_the_model(tiny: Tiny, tmp_path: Path) -> None:
+    """Working copies of its largest tensor, of which the model is 20 times as large, and no more."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=4096,
+        hidden_size=768,
+        intermediate_size=3584,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+    base = tmp_path / "large"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base, max_shard_size="20MB")
+    total = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    largest = 4 * 768 * 3584
+    assert total > 20 * largest
+    an_adapter(base, tmp_path / "adapter", AdapterSpec(r=4, alpha=8))
+    an_adapter(tiny("llama"), tmp_path / "small")
+    given = [tmp_path / "small", tmp_path / "warm", tiny("llama"), tmp_path / "adapter", tmp_path / "out", base]
+    found = subprocess.run(
+        [sys.executable, "-c", _PEAK, *map(str, given)], capture_output=True, text=True, timeout=240, check=True
+    )
+    peak = int(found.stdout.splitlines()[-1])
+    assert peak < 9 * largest, peak / largest
+
+
+# ---- 4 bits
+
+
+def quantised(base: Path, folder: Path) -> Path:
+    """A checkpoint of 4-bit values made from a base."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head"],
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_base_in_4_bits_is_merged_dequantised(tiny: Tiny, tmp_path: Path) -> None:
+    """P08: the result is in 32 bits and computes what the adapter computes on the 4-bit base; said in the record."""
+    import bitsandbytes
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = quantised(tiny("llama"), tmp_path / "nf4")
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    full = merge_full(find_source(tmp_path / "adapter", None), tmp_path / "full", base=str(base))
+    assert "quantization_config" not in json.loads((full / "config.json").read_text())
+    record = json.loads((full / RECORD).read_text())
+    assert record["base_weights"] == "dequantised"
+    assert "dequantised" in record["into"]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map={"": "cpu"})
+    for module in model.modules():  # repacks its weights in place on some CPUs, and cannot use them afterwards
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = model(input_ids=probe()).logits
+    logits, faults = load_elsewhere({"full": (full, None)}, tmp_path)
+    assert not faults
+    torch.testing.assert_close(logits["full"], expected, rtol=0, atol=2e-3)
+    assert float(expected.abs().max()) > 1
+
+
+def test_a_run_on_4_bits_is_merged_into_the_original_weights(tiny: Tiny, tmp_path: Path) -> None:
+    """P08: said in the record and the card; equal to the merge of the same adapter without 4 bits."""
+    base = str(tiny("llama"))
+    an_adapter(tiny("llama"), tmp_path / "run" / "adapter")
+    spec = make_spec(tiny("llama"), (2,), adapter=QV, quantizations=["none", "nf4"])
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"spec": msgspec.to_builtins(spec)}))
+    source = find_source(tmp_path / "run", None)
+    full = merge_full(source, tmp_path / "full", base=base)
+    record = json.loads((full / RECORD).read_text())
+    assert (record["base_weights"], record["trained_on"]) == ("original", ["nf4", "none"])
+    assert "4 bits" in record["into"]
+    assert record["into"] in (full / "README.md").read_text()
+    plain = merge_full(find_source(tmp_path / "run" / "adapter", None), tmp_path / "plain", base=base)
+    for file in full.glob("*.safetensors"):
+        assert file.read_bytes() == (plain / file.name).read_bytes()
+
+
+# ---- where an adapter is
+
+
+def a_run(base: Path, run: Path, steps: tuple[int, ...] = (1, 2)) -> tuple[RunSpec, dict[int, dict[str, torch.Tensor]]]:
+    """A run's folder with checkpoints of an adapter and no adapter/."""
+    spec = make_spec(base, (2,), adapter=QV)
+    shapes = resolved(base, QV).shapes
+    store = CheckpointStore(run / "checkpoints", keep_last=2)
+    given = {}
+    for step in steps:
+        given[step] = {key: value * step for key, value in values(shapes).items()}
+        about = about_of(spec, "run1", run, {}, fingerprint(base), {})
+        store.save(Snapshot(step, as_state(given[step]), about))
+    (run / "run.json").write_text(
+        json.dumps({"spec": msgspec.to_builtins(spec), "config": {"model": {"path": str(base)}}})
+    )
+    return spec, given
+
+
+def test_an_adapter_is_taken_from_a_run_an_adapter_or_a_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    base = tiny("llama")
+    _, given = a_run(base, tmp_path / "run")
+    whole = resolved(base, QV)
+    for number, (place, step) in enumerate([("run", 2), ("run/checkpoints", 2), ("run/checkpoints/step-00000001", 1)]):
+        out = merge_adapter(find_source(tmp_path / place, None), tmp_path / f"out{number}")
+        found = read_adapter(out, whole)
+        assert all(torch.equal(value, given[step][key]) for key, value in found.items())
+        assert json.loads((out / CONFIG_FILE).read_text())["inference_mode"] is True
+    final = {key: value * 9 for key, value in given[2].items()}
+    save_adapter(tmp_path / "run" / "adapter", whole, final)
+    for number, place in enumerate(["run", "run/adapter"]):
+        found = read_adapter(merge_adapter(find_source(tmp_path / place, None), tmp_path / f"final{number}"), whole)
+        assert all(torch.equal(value, final[key]) for key, value in found.items())
+
+
+def test_another_base_than_the_trained_one_is_refused_unless_asked_for(tiny: Tiny, tmp_path: Path) -> None:
+    base = tmp_path / "llama"
+    subprocess.run(["cp", "-r", str(tiny("llama")), str(base)], check=True)
+    a_run(base, tmp_path / "run")
+    file = next(iter(sorted(base.glob("*.safetensors"))))
+    tensors = load_file(file)
+    save_file({key: value + 1 for key, value in tensors.items()}, file, {"format": "pt"})
+    source = find_source(tmp_path / "run", None)
+    assert "trained on" in refusal(lambda: merge_full(source, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    merge_full(source, tmp_path / "out", base=str(base))
+
+
+# ---- the parts that stages kept
+
+
+def parts(
+    base: Path, root: Path, cuts: tuple[int, ...] = (2, 4), *, run: str = "run1", step: int = 3
+) -> tuple[list[Path], dict[str, torch.Tensor]]:
+    spec = make_spec(base, cuts, adapter=QV)
+    tensors = values(resolved(base, QV).shapes)
+    folders = []
+    for index, stage in enumerate(build_stages(spec, base)):
+        folder = root / f"worker-{index}" / PART_FOLDER
+        own = {key: tensors[key] for key in stage.trained}
+        assert stage.adapter is not None
+        save_adapter(folder, stage.adapter, own, part_of_stage(spec, index, run, step))
+        folders.append(folder)
+    return folders, tensors
+
+
+def test_parts_of_all_stages_make_the_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    """In any order, by the folder or the worker's; byte for byte what the run itself would have written."""
+    folders, tensors = parts(tiny("llama"), tmp_path)
+    out = merge_adapter(find_stages([folders[2], folders[0].parent, folders[1]]), tmp_path / "out")
+    save_adapter(tmp_path / "whole", resolved(tiny("llama"), QV), tensors)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        ours, theirs = (out / name).read_bytes(), (tmp_path / "whole" / name).read_bytes()
+        assert json.loads(ours) == json.loads(theirs) if name == CONFIG_FILE else ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("left_out", "layer"), [(0, "layer 0 "), (1, "layer 2 "), (2, "layer 4 ")], ids=["first", "middle", "last"]
+)
+def test_a_gap_is_refused_by_its_layer(tiny: Tiny, tmp_path: Path, left_out: int, layer: str) -> None:
+    folders, _ = parts(tiny("llama"), tmp_path)
+    there = [folder for index, folder in enumerate(folders) if index != left_out]
+    message = refusal(lambda: find_stages(there))
+    assert layer in message
+    assert "missing" in message
+    assert str(tmp_path) in message
+
+
+def test_an_overlap_is_refused_by_its_layer_and_files(tiny: Tiny, tmp_path: Path) -> None:
+    folders, _ = parts(tiny("llama"), tmp_path / "a")
+    others, _ = parts(tiny("llama"), tmp_path / "b", (1, 4))
+    message = refusal(lambda: find_stages([folders[0], others[1], folders[2]]))
+    assert "layer 1 " in message
+    assert str(folders[0]) in message
+    assert str(others[1]) in message
+    assert "layer 0 " in refusal(lambda: find_stages([*folders, folders[0]]))
+
+
+@pytest.mark.parametrize("other", [{"run": "run2"}, {"step": 4}])
+def test_parts_of_another_run_or_step_are_never_mixed_in(tiny: Tiny, tmp_path: Path, other: dict[str, Any]) -> None:
+    folders, _ = parts(tiny("llama"), tmp_path / "a")
+    foreign, _ = parts(tiny("llama"), tmp_path / "b", **other)
+    message = refusal(lambda: find_stages([folders[0], foreign[1], folders[2]]))
+    assert next(iter(other)) in message
+    assert str(foreign[1]) in message
+
+
+def test_files_that_were_not_written_together_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folders, _ = parts(tiny("llama"), tmp_path)
+    config = folders[1] / CONFIG_FILE
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    message = refusal(lambda: find_stages(folders))
+    assert str(config) in message
+    save_adapter(folders[1], resolved(tiny("llama"), QV), {})
+    assert "does not say" in refusal(lambda: find_stages(folders))
+
+
+def test_a_part_is_not_taken_for_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    folders, _ = parts(tiny("llama"), tmp_path)
+    assert "--stages" in refusal(lambda: find_source(folders[1], None))
+
+
+# ---- what a user may get wrong
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *given: object) -> str:
+    assert main(["merge", *map(str, given)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    return lines[-1]
+
+
+def test_mistakes_are_one_line(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    an_adapter(tiny("llama"), adapter)
+    (tmp_path / "empty").mkdir()
+    assert "nowhere" in run_main(capsys, tmp_path / "nowhere", "--out", out)
+    assert "empty" in run_main(capsys, tmp_path / "empty", "--out", out)
+    assert "--base" in run_main(capsys, adapter, "--out", out, "--full")
+    assert "--base" in run_main(capsys, adapter, "--out", out, "--full", "--base", tmp_path / "no_model")
+    assert "empty" in run_main(capsys, adapter, "--out", tmp_path / "empty")
+    assert "cannot be read" in run_main(capsys, *_damaged(tiny, tmp_path), "--out", out, "--full")
+    assert not out.exists()
+    assert main(["merge", str(adapter), "--out", str(out), "--full", "--base", str(tiny("llama"))]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert "is there" not in run_main(capsys, adapter, "--out", out)
+
+
+def _damaged(tiny: Tiny, tmp_path: Path) -> tuple[object, ...]:
+    an_adapter(tiny("llama"), tmp_path / "damaged")
+    (tmp_path / "damaged" / WEIGHTS_FILE).write_bytes(b"x" * 99)
+    return (tmp_path / "damaged",)
+
+
+def test_an_adapter_of_another_model_is_refused_before_anything_is_written(tiny: Tiny, tmp_path: Path) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter", AdapterSpec(r=4, alpha=8))
+    source = find_source(tmp_path / "adapter", None)
+    for other in ("gpt2", "mistral"):
+        if other == "mistral":  # same names: another width
+            source.tensors = {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in source.tensors.items()}
+        assert "--base" in refusal(lambda other=other: merge_full(source, tmp_path / "out", base=str(tiny(other))))
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_bias_without_a_place_in_the_base_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter", msgspec.structs.replace(QV, lora_bias=True))
+    source = find_source(tmp_path / "adapter", None)
+    assert "lora_bias" in refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
+
+
+def test_experts_parameters_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Files hold experts apart; the adapter alone is written."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    source = find_source(tmp_path / "adapter", None)
+    source.config["target_parameters"] = ["mlp.experts.down_proj"]
+    message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
+    assert "target_parameters" in message
+    merge_adapter(source, tmp_path / "out")
+
+
+def test_an_interrupted_merge_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hetero.full_merge.merge_module", fail)
+    source = find_source(tmp_path / "adapter", None)
+    with pytest.raises(KeyboardInterrupt):
+        merge_full(source, tmp_path / "out", base=str(tiny("llama")))
+    assert os.listdir(tmp_path) == ["adapter"]
