@@ -12,6 +12,7 @@ from hetero import device as devices
 from hetero import registry
 from hetero.inbox import Inbox
 from hetero.optim import learning_rate
+from hetero.quantization import check_nf4
 from hetero.runtime import Runtime, StepPlan, StepWork
 from hetero.spec import RunSpec
 from hetero.stage import Stage
@@ -19,6 +20,25 @@ from hetero.training_state import part_of, put_state, take_state
 from hetero.transport.link import Link
 from hetero.watchdog import Phase, Progress
 from hetero.wire.headers import Ready
+
+
+def check_device(spec: RunSpec, index: int, device_name: str) -> devices.Device:
+    """The device of stage `index` on this machine, which can hold it as the plan says; nothing is loaded.
+
+    Args:
+        spec: the run.
+        index: of the stage.
+        device_name: device to use where the plan names none.
+
+    Raises:
+        ConfigError: this machine does not have the device, or the device cannot.
+    """
+    plan, key = spec.stages[index], f"shard_plan.stages[{index}]"
+    device = devices.resolve(plan.device or device_name, key=f"{key}.device")
+    device.check_dtype(plan.dtype or spec.model.dtype, key=f"{key}.dtype")
+    if (plan.quantization or spec.model.quantization) == "nf4":
+        check_nf4(device.torch_device, where=f"stage {index} ({plan.id})")
+    return device
 
 
 class Member:
@@ -53,8 +73,7 @@ class Member:
 
     def _build(self, model_path: str | Path, device_name: str, allow_targets: Sequence[str]) -> None:
         spec, index = self.spec, self.index
-        plan = spec.stages[index]
-        device = devices.resolve(plan.device or device_name, key=f"shard_plan.stages[{index}].device")
+        device = check_device(spec, index, device_name)
         self.stage: Stage = registry.make(
             "stage", spec.stage.target, allow_targets, spec, index, model_path, device, **spec.stage.args
         )

@@ -14,6 +14,7 @@ from hetero import device as devices
 from hetero.adapter_files import check_adapter, read_adapter
 from hetero.errors import ConfigError
 from hetero.machines import unknown_hosts
+from hetero.quantization import check_nf4
 from hetero.resolve import ResolvedRun
 from hetero.spec import WorkerEntry
 from hetero.transport.addresses import bare_host
@@ -69,6 +70,8 @@ def _check_device(resolved: ResolvedRun) -> None:
     key = "shard_plan.stages[0]" if planned and planned[0].device else "hardware.coordinator"
     device = devices.resolve(plan.device or "auto", key=f"{key}.device")
     device.check_dtype(plan.dtype or resolved.config.model.dtype, key="model.dtype")
+    if plan.quantization == "nf4":
+        check_nf4(device.torch_device, where=f"stage 0 ({plan.id})")
 
 
 def _check_hosts(workers: list[WorkerEntry]) -> None:

@@ -20,6 +20,7 @@ from hetero.facts import ModelFacts, read_facts
 from hetero.families import Family, check_layers, check_target_names, family_of
 from hetero.folders import local_name
 from hetero.plan import resolve_plan
+from hetero.quantization import check_stored
 from hetero.schedule import policy_for
 from hetero.spec import (
     OPTIMIZER_ARGS,
@@ -134,6 +135,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     facts = read_facts(raw_facts)
     family = family_of(facts.model_type)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
+    check_stored(raw_facts.get("quantization_config"), [stage.quantization for stage in stages])
     max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings)
     if not for_drawing:
         if isinstance(config.adapter.target_modules, list):

@@ -16,7 +16,7 @@ from hetero.failpoints import hit
 from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
 from hetero.machines import hardware_line, name_or_address
-from hetero.member import Member
+from hetero.member import Member, check_device
 from hetero.runtime import step_plan_of
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
@@ -129,17 +129,21 @@ class StageBuilder:
             self._kept[1].progress = progress
             return self._kept[1]
         self.forget()  # before another one is built: two may not fit
-        device = self.worker.device if self.worker.device != "auto" else spec.workers[index - 1].device
         member = Member(
             spec,
             index,
             model_path=model_path,
-            device_name=device,
+            device_name=self.device_name(session),
             allow_targets=self._allow_targets,
             progress=progress,
         )
         self._kept = key, member
         return member
+
+    def device_name(self, session: WorkerSession) -> str:
+        """The device where the plan names none: this machine's own word, else the coordinator's about it."""
+        own = self.worker.device
+        return own if own != "auto" else session.spec.workers[session.member.stage - 1].device
 
     def forget(self) -> None:
         """Lets the stage go."""
@@ -166,6 +170,7 @@ def _end_process() -> None:
 
 def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progress: Progress) -> None:
     spec, index = session.spec, session.member.stage
+    check_device(spec, index, builder.device_name(session))
     model_path = locate_model(spec, builder.worker.models_dir)
     session.welcome(fingerprint(model_path) if isinstance(model_path, Path) else {})
     hit("worker.welcomed")
