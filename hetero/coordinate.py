@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hetero import registry
+from hetero import hub, registry
 from hetero.awake import kept_awake
 from hetero.checkpoint import CheckpointStore
 from hetero.errors import CheckpointError, ConfigError
@@ -72,10 +73,12 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
         launched = None if source is not None else _launch(resolved, run_dir, secret, stack)
         prepared = prepare(resolved)
+        if not resolved.local_model:
+            resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
         settings = settings_of(spec, prepared.data_set.digest(), resolved.config.data.shuffle)
-        model = fingerprint(prepared.model_path) if isinstance(prepared.model_path, Path) else {}
+        model = fingerprint(prepared.model_path)
         start = _starting_point(resolved, source, settings, model, spec, prepared)
         if store is not None:
             store.clean()

@@ -35,6 +35,26 @@ def snapshot(path: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def commit_of(folder: Path) -> str | None:
+    """The commit whose files a folder of the hub's cache holds; None for other folders."""
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.name
+    return None
+
+
+def download_about(path: str, revision: str | None, names: Sequence[str]) -> Path:
+    """Downloads small files about a model; gives the folder of its commit in the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    folder = None
+    with refusals_in_one_line(path, revision):
+        for name in names:
+            at = revision if folder is None else folder.name  # all of one commit, though a branch may move meanwhile
+            folder = Path(hf_hub_download(path, name, revision=at)).parent
+    assert folder is not None
+    return folder
+
+
 def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
     """The first of the files that the hub has and lets this machine read.
 

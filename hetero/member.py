@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from hetero import device as devices
-from hetero import registry
+from hetero import download, registry
 from hetero.inbox import Inbox
 from hetero.optim import learning_rate
 from hetero.quantization import check_nf4
@@ -51,6 +51,7 @@ class Member:
         device_name: device to use where the plan names none.
         allow_targets: this machine's additions to the allow list.
         progress: told what is being done.
+        check: called now and then while weights are downloaded; what it raises ends that.
 
     Raises:
         ConfigError: the stage cannot be built on this machine.
@@ -61,19 +62,29 @@ class Member:
         spec: RunSpec,
         index: int,
         *,
-        model_path: str | Path,
+        model_path: Path,
         device_name: str,
         allow_targets: Sequence[str] = (),
         progress: Progress,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         self.spec, self.index = spec, index
         self.progress = progress
+        self._check = check
         with self.progress.doing(Phase.LOADING, "the building of its stage"):
             self._build(model_path, device_name, allow_targets)
 
-    def _build(self, model_path: str | Path, device_name: str, allow_targets: Sequence[str]) -> None:
+    def _moved(self) -> None:
+        """Part of a download has arrived."""
+        with self.progress.doing(Phase.LOADING, "the download of its weights"):
+            self._check()
+
+    def _build(self, model_path: Path, device_name: str, allow_targets: Sequence[str]) -> None:
         spec, index = self.spec, self.index
         device = check_device(spec, index, device_name)
+        plan = spec.stages[index]
+        if not spec.local_model:
+            download.complete(model_path, spec.model.path, plan.start, plan.end, moved=self._moved)
         self.stage: Stage = registry.make(
             "stage", spec.stage.target, allow_targets, spec, index, model_path, device, **spec.stage.args
         )

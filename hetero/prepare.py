@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero import adapters, data, models, store
+from hetero import adapters, data, hub, models, store
 from hetero import device as devices
 from hetero.adapter_files import check_adapter, read_adapter
 from hetero.errors import ConfigError
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Prepared:
     """What is known before any worker is contacted."""
 
-    model_path: str | Path
+    model_path: Path
     data_set: data.DataSet
     pad_id: int
     adapter: adapters.ResolvedAdapter
@@ -36,13 +36,13 @@ class Prepared:
 def prepare(resolved: ResolvedRun) -> Prepared:
     """Reads data, checks the adapter against the model, and finds the weights."""
     config = resolved.config
-    model_path = store.find_weights(config.model.path, revision=config.model.revision)
-    tokenizer = _tokenizer(model_path, config.model.revision)
+    model_path = store.find_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
+    tokenizer = _tokenizer(model_path, config.model.path)
     data_set = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
     log.info("data: %s", data_set.summary)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
-    adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
+    adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
@@ -59,7 +59,7 @@ def check_quickly(resolved: ResolvedRun) -> None:
     _check_device(resolved)
     if config.hardware.launch == "none":
         _check_hosts(config.hardware.workers)
-    store.check_local_weights(config.model.path, revision=config.model.revision)
+    store.check_local_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
     if config.adapter.init_from:
         folder = Path(config.adapter.init_from).expanduser()
         check_adapter(folder, config.adapter, resolved.facts, resolved.family)
@@ -84,14 +84,23 @@ def _check_hosts(workers: list[WorkerEntry]) -> None:
             )
 
 
-def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
+def _layers(resolved: ResolvedRun) -> tuple[int, int]:
+    """Of this machine's stage."""
+    return resolved.stages[0].start, resolved.stages[0].end
+
+
+def _tokenizer(model_path: Path, path: str) -> Any | None:
     """The model's tokenizer; None for a folder without one, which is enough for tokenised rows."""
     from transformers import AutoTokenizer
 
+    commit = hub.commit_of(model_path)
+    if commit is not None and not (model_path / "tokenizer.json").exists():  # the hub may have what the cache lacks
+        with hub.refusals_in_one_line(path, commit):
+            return AutoTokenizer.from_pretrained(path, revision=commit)
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if isinstance(model_path, Path) and not any((model_path / name).exists() for name in names):
+    if not any((model_path / name).exists() for name in names):
         return None
-    return AutoTokenizer.from_pretrained(model_path, revision=revision)
+    return AutoTokenizer.from_pretrained(model_path)
 
 
 def total_steps(resolved: ResolvedRun, num_examples: int) -> int:

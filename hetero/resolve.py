@@ -54,6 +54,7 @@ class ResolvedRun:
         model_folder: the local folder that `model.path` leads to, if it is one.
         local_model: other machines look the model up by its folder's name.
         max_length: most tokens of a row.
+        commit: of the hub, where the coordinator has its weights from there.
     """
 
     config: Config
@@ -64,6 +65,7 @@ class ResolvedRun:
     model_folder: Path | None
     local_model: bool
     max_length: int
+    commit: str | None = None
 
     def spec(self, *, total_steps: int, workers: list[WorkerEntry] | None = None) -> RunSpec:
         """What every machine of the run agrees on.
@@ -100,6 +102,7 @@ class ResolvedRun:
             lr_schedule=c.lr_schedule,
             loop=c.loop,
             stuck_s=c.recovery.stuck_s,
+            commit=self.commit,
         )
 
     def evenly_over(self, workers: list[WorkerEntry]) -> ResolvedRun:

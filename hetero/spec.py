@@ -25,6 +25,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=300)]
 Device = Annotated[str, Meta(pattern=r"^(auto|[a-z]+(:[0-9]+)?)\Z")]
 FloatType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "nf4"]
+Commit = Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
 
 
 class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -262,6 +263,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
         workers: the machines of stages 1.., in order.
         boundary_dtypes: for each boundary between stages s and s+1 the dtype of hidden and grad on the wire.
         stuck_s: a forward or backward that takes longer, and ten times the longest before, is taken for stuck.
+        commit: of the model on the hub, from which the coordinator has it: what other machines download as well.
     """
 
     seed: AtLeast0
@@ -283,6 +285,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     lr_schedule: LrScheduleSpec
     loop: LoopSpec
     stuck_s: Seconds = 120.0
+    commit: Commit | None = None
 
     def to_json(self) -> bytes:
         """The canonical JSON of this spec (keys sorted)."""
