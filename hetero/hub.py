@@ -58,6 +58,18 @@ def download_about(path: str, revision: str | None, names: Sequence[str]) -> Pat
 def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
     """The first of the files that the hub has and lets this machine read.
 
+    Raises:
+        ConfigError: it has none of them, or cannot be asked.
+    """
+    found = first_of(path, revision, names)
+    if found is None:
+        raise ConfigError(f"model.path must be a transformers model, but {path!r} has no {names[0]} on the hub")
+    return found
+
+
+def first_of(path: str, revision: str | None, names: Sequence[str]) -> str | None:
+    """The first of the files that the hub has and lets this machine read; None: it has none.
+
     One short try: the downloads of huggingface_hub retry for 23 s before they say that there is no network.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -70,7 +82,7 @@ def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
             except EntryNotFoundError:
                 continue
             return name
-    raise ConfigError(f"model.path must be a transformers model, but {path!r} has no {names[0]} on the hub")
+    return None
 
 
 def has_data_set_answer(path: str) -> bool:

@@ -93,11 +93,12 @@ def _tokenizer(model_path: Path, path: str) -> Any | None:
     """The model's tokenizer; None for a folder without one, which is enough for tokenised rows."""
     from transformers import AutoTokenizer
 
-    commit = hub.commit_of(model_path)
-    if commit is not None and not (model_path / "tokenizer.json").exists():  # the hub may have what the cache lacks
-        with hub.refusals_in_one_line(path, commit):
-            return AutoTokenizer.from_pretrained(path, revision=commit)
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    commit = hub.commit_of(model_path)
+    if commit is not None and not (model_path / names[0]).exists():  # the hub may have what the cache lacks
+        with hub.refusals_in_one_line(path, commit):
+            has_one = hub.first_of(path, commit, names) is not None
+            return AutoTokenizer.from_pretrained(path, revision=commit) if has_one else None
     if not any((model_path / name).exists() for name in names):
         return None
     return AutoTokenizer.from_pretrained(model_path)

@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         parts = unquote(urlparse(self.path).path).strip("/").split("/")
         if parts[:2] == ["api", "models"]:
-            self._about("/".join(parts[2:4]))
+            self._about("/".join(parts[2:4]), is_tree="tree" in parts)
             return
         model, name = "/".join(parts[:2]), "/".join(parts[4:])
         if model not in self.hub.models or parts[2] != "resolve":
@@ -94,13 +94,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(name, (self.hub.models[model] / name).read_bytes(), body=body)
 
-    def _about(self, model: str) -> None:
+    def _about(self, model: str, *, is_tree: bool) -> None:
         folder = self.hub.models.get(model)
         if folder is None:
             self._refuse(404, "RepoNotFound")
             return
-        siblings = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
-        raw = json.dumps({"id": model, "sha": COMMIT, "siblings": siblings, "tags": []}).encode()
+        names = sorted(file.name for file in folder.iterdir())
+        tree = [{"type": "file", "path": name, "size": 1, "oid": name} for name in names]
+        about = {"id": model, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names], "tags": []}
+        raw = json.dumps(tree if is_tree else about).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))
