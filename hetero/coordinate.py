@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hetero import registry, resume
+from hetero import hub, registry, resume
 from hetero.awake import kept_awake
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
@@ -62,11 +63,13 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         goes_on = beginning.snapshot is not None
         launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
         prepared = prepare(resolved)
+        if not resolved.local_model:
+            resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
         order = resolved.config.data
         settings = settings_of(spec, prepared.data_set.digest(), order.shuffle, order.bucket)
-        model = fingerprint(prepared.model_path) if isinstance(prepared.model_path, Path) else {}
+        model = fingerprint(prepared.model_path)
         start = resume.starting_point(beginning, settings, model, spec, prepared.adapter.shapes)
         start = start or StartingPoint(state=as_state(prepared.initial))
         resume.clean(beginning)

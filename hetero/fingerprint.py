@@ -16,6 +16,7 @@ from hetero.errors import ConfigError
 from hetero.tensor_files import read_entries
 
 SAMPLE_BYTES = 2048
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.\d+)\.")
 # Keys of config.json that tools write for themselves; they say nothing about the model.
 _VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
@@ -23,6 +24,8 @@ _VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "u
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """What of a model is in a folder: part -> digest; parts are `config`, `tokenizer`, each layer, and other tensors.
+
+    Where an index names the model's files, only those count, and a layer that is here in part only has no digest.
 
     Raises:
         ConfigError: a file is not safetensors, or config.json is no JSON object.
@@ -33,11 +36,15 @@ def fingerprint(folder: Path) -> dict[str, str]:
     if (folder / "tokenizer.json").is_file():
         found["tokenizer"] = _digest((folder / "tokenizer.json").read_bytes())
     parts: dict[str, dict[str, bytes]] = {}
+    weight_map = _weight_map(folder)
     for file in sorted(folder.glob("*.safetensors")):
-        for name, content in _tensors(file):
-            layer = _LAYER.search(name)
-            parts.setdefault(layer[1] if layer else name, {})[name] = content
+        if weight_map is None or file.name in weight_map.values():
+            for name, content in _tensors(file):
+                parts.setdefault(_part_of(name), {})[name] = content
+    lacking = {_part_of(name) for name in weight_map or () if name not in parts.get(_part_of(name), {})}
     for part, tensors in parts.items():
+        if part in lacking:
+            continue
         found[part] = _digest(b"".join(name.encode() + b"\0" + tensors[name] for name in sorted(tensors)))
     return found
 
@@ -48,6 +55,19 @@ def difference(mine: dict[str, str], theirs: dict[str, str]) -> str | None:
         if mine[part] != theirs[part]:
             return f"{part} has the digest {theirs[part]} there and {mine[part]} here"
     return None
+
+
+def _part_of(name: str) -> str:
+    layer = _LAYER.search(name)
+    return layer[1] if layer else name
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor -> file by the model's index; None for a model in one file."""
+    if (folder / _SINGLE).exists() or not (folder / _INDEX).is_file():
+        return None
+    found = _read_config(folder / _INDEX).get("weight_map")
+    return found if isinstance(found, dict) else None
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -35,8 +35,40 @@ def snapshot(path: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def commit_of(folder: Path) -> str | None:
+    """The commit whose files a folder of the hub's cache holds; None for other folders."""
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.name
+    return None
+
+
+def download_about(path: str, revision: str | None, names: Sequence[str]) -> Path:
+    """Downloads small files about a model; gives the folder of its commit in the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    folder = None
+    with refusals_in_one_line(path, revision):
+        for name in names:
+            at = revision if folder is None else folder.name  # all of one commit, though a branch may move meanwhile
+            folder = Path(hf_hub_download(path, name, revision=at)).parent
+    assert folder is not None
+    return folder
+
+
 def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
     """The first of the files that the hub has and lets this machine read.
+
+    Raises:
+        ConfigError: it has none of them, or cannot be asked.
+    """
+    found = first_of(path, revision, names)
+    if found is None:
+        raise ConfigError(f"model.path must be a transformers model, but {path!r} has no {names[0]} on the hub")
+    return found
+
+
+def first_of(path: str, revision: str | None, names: Sequence[str]) -> str | None:
+    """The first of the files that the hub has and lets this machine read; None: it has none.
 
     One short try: the downloads of huggingface_hub retry for 23 s before they say that there is no network.
     """
@@ -50,7 +82,7 @@ def ask(path: str, revision: str | None, names: Sequence[str]) -> str:
             except EntryNotFoundError:
                 continue
             return name
-    raise ConfigError(f"model.path must be a transformers model, but {path!r} has no {names[0]} on the hub")
+    return None
 
 
 def has_data_set_answer(path: str) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from hetero import device as devices
-from hetero import registry
+from hetero import download, registry
 from hetero.inbox import Inbox
 from hetero.optim import learning_rate
+from hetero.quantization import check_nf4
 from hetero.runtime import Runtime, StepPlan, StepWork
 from hetero.spec import RunSpec
 from hetero.stage import Stage
@@ -19,6 +20,25 @@ from hetero.training_state import part_of, put_state, take_state
 from hetero.transport.link import Link
 from hetero.watchdog import Phase, Progress
 from hetero.wire.headers import Ready
+
+
+def check_device(spec: RunSpec, index: int, device_name: str) -> devices.Device:
+    """The device of stage `index` on this machine, which can hold it as the plan says; nothing is loaded.
+
+    Args:
+        spec: the run.
+        index: of the stage.
+        device_name: device to use where the plan names none.
+
+    Raises:
+        ConfigError: this machine does not have the device, or the device cannot.
+    """
+    plan, key = spec.stages[index], f"shard_plan.stages[{index}]"
+    device = devices.resolve(plan.device or device_name, key=f"{key}.device")
+    device.check_dtype(plan.dtype or spec.model.dtype, key=f"{key}.dtype")
+    if (plan.quantization or spec.model.quantization) == "nf4":
+        check_nf4(device.torch_device, where=f"stage {index} ({plan.id})")
+    return device
 
 
 class Member:
@@ -31,6 +51,7 @@ class Member:
         device_name: device to use where the plan names none.
         allow_targets: this machine's additions to the allow list.
         progress: told what is being done.
+        check: called now and then while weights are downloaded; what it raises ends that.
 
     Raises:
         ConfigError: the stage cannot be built on this machine.
@@ -41,20 +62,29 @@ class Member:
         spec: RunSpec,
         index: int,
         *,
-        model_path: str | Path,
+        model_path: Path,
         device_name: str,
         allow_targets: Sequence[str] = (),
         progress: Progress,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         self.spec, self.index = spec, index
         self.progress = progress
+        self._check = check
         with self.progress.doing(Phase.LOADING, "the building of its stage"):
             self._build(model_path, device_name, allow_targets)
 
-    def _build(self, model_path: str | Path, device_name: str, allow_targets: Sequence[str]) -> None:
+    def _moved(self) -> None:
+        """Part of a download has arrived."""
+        with self.progress.doing(Phase.LOADING, "the download of its weights"):
+            self._check()
+
+    def _build(self, model_path: Path, device_name: str, allow_targets: Sequence[str]) -> None:
         spec, index = self.spec, self.index
+        device = check_device(spec, index, device_name)
         plan = spec.stages[index]
-        device = devices.resolve(plan.device or device_name, key=f"shard_plan.stages[{index}].device")
+        if not spec.local_model:
+            download.complete(model_path, spec.model.path, plan.start, plan.end, moved=self._moved)
         self.stage: Stage = registry.make(
             "stage", spec.stage.target, allow_targets, spec, index, model_path, device, **spec.stage.args
         )

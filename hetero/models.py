@@ -17,6 +17,7 @@ from torch import nn
 from hetero.errors import ConfigError
 from hetero.families import Family, check_attention, family_of, family_of_config
 from hetero.folders import one_line
+from hetero.quantization import check_nf4, check_stored, keep_trainable_layout, nf4_as_stored, nf4_on_load
 from hetero.shards import own_files
 from hetero.token_loss import Scaling
 
@@ -69,12 +70,13 @@ def load_stage(
         end: one past the last layer.
         dtype: of the weights.
         device: where they go.
-        quantization: `nf4` holds linear layers in 4 bits (with double quantisation).
+        quantization: `nf4` holds linear layers in 4 bits: made while loading (with double quantisation), or as they
+            are in a checkpoint that bitsandbytes made.
         attn_implementation: `sdpa`, `eager`, or None for the model's own choice.
         revision: of a hub id.
 
     Raises:
-        ConfigError: the family is not verified, weights are missing, or bitsandbytes is needed and not there.
+        ConfigError: the family is not verified, weights are missing, or they cannot be in 4 bits as asked.
     """
     from safetensors import SafetensorError
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -88,7 +90,13 @@ def load_stage(
         {"device_map": {"": str(device)}} if device.type != "cpu" or quantization != "none" else {}
     )
     if quantization == "nf4":
-        options["quantization_config"] = _nf4(dtype)
+        check_nf4(device, where=f"layers [{start}, {end})")
+        options["quantization_config"] = nf4_on_load(dtype)
+    stored = getattr(config, "quantization_config", None)
+    check_stored(stored, [quantization])
+    if stored is not None:
+        del options["quantization_config"]
+        config.quantization_config = nf4_as_stored(stored, dtype)
     extent = {"num_layers": config.num_hidden_layers, "tied": config.tie_word_embeddings}
     try:
         with own_files(path, family, start, end, **extent) as own_path:
@@ -115,7 +123,7 @@ def load_stage(
     unfilled = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not unfilled, unfilled
     if quantization == "nf4":
-        _keep_trainable_layout(model)
+        keep_trainable_layout(model)
     model.name_or_path = model.config.name_or_path = str(path)  # not the folder of links
     model.requires_grad_(False)
     model.train()
@@ -213,38 +221,6 @@ def prune(model: Any, family: Family, start: int, end: int) -> None:
         setattr(base, family.final_norm, PassThrough())
         model.lm_head = PassThrough()
         model.all_tied_weights_keys = {}
-
-
-def _nf4(dtype: torch.dtype) -> Any:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as exc:
-        raise ConfigError(
-            "model.quantization=nf4 needs the package bitsandbytes, which cannot be imported here: "
-            f"pip install bitsandbytes ({exc})"
-        ) from None
-    from transformers import BitsAndBytesConfig
-
-    # The head by name: the automatic rule also exempts "the last module", which differs on a pruned model.
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=["lm_head"],
-    )
-
-
-def _keep_trainable_layout(model: nn.Module) -> None:
-    """Keeps bitsandbytes from repacking 4-bit weights on AVX512-BF16 CPUs: that layout has no gradient.
-
-    One evaluation forward would repack in place and make the next training gradient silently wrong.
-    """
-    import bitsandbytes
-
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False
 
 
 def main(argv: list[str] | None = None) -> int:

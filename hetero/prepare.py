@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from hetero import adapters, data, models, store
+from hetero import adapters, data, hub, models, store
 from hetero import device as devices
 from hetero.adapter_files import check_adapter, read_adapter
 from hetero.errors import ConfigError
 from hetero.experts import router_loss_line
 from hetero.folders import one_line
 from hetero.machines import unknown_hosts
+from hetero.quantization import check_nf4
 from hetero.resolve import ResolvedRun
 from hetero.spec import WorkerEntry
 from hetero.transport.addresses import bare_host
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class Prepared:
     """What is known before any worker is contacted."""
 
-    model_path: str | Path
+    model_path: Path
     data_set: data.DataSet
     pad_id: int
     adapter: adapters.ResolvedAdapter
@@ -37,13 +38,13 @@ class Prepared:
 def prepare(resolved: ResolvedRun) -> Prepared:
     """Reads data, checks the adapter against the model, and finds the weights."""
     config = resolved.config
-    model_path = store.find_weights(config.model.path, revision=config.model.revision)
-    tokenizer = _tokenizer(model_path, config.model.revision)
+    model_path = store.find_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
+    tokenizer = _tokenizer(model_path, config.model.path)
     data_set = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
     log.info("data: %s", data_set.summary)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
-    adapter = adapters.resolve(models.meta_model(model_path, revision=config.model.revision), spec.adapter, base_name)
+    adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
     if resolved.experts is not None:
         log.info(router_loss_line(config.model.router_aux_loss, resolved.experts, spec.router_loss))
@@ -64,7 +65,7 @@ def check_quickly(resolved: ResolvedRun) -> None:
     _check_device(resolved)
     if config.hardware.launch == "none":
         _check_hosts(config.hardware.workers)
-    store.check_local_weights(config.model.path, revision=config.model.revision)
+    store.check_local_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
     if config.adapter.init_from:
         folder = Path(config.adapter.init_from).expanduser()
         check_adapter(folder, config.adapter, resolved.facts, resolved.family)
@@ -75,6 +76,8 @@ def _check_device(resolved: ResolvedRun) -> None:
     key = "shard_plan.stages[0]" if planned and planned[0].device else "hardware.coordinator"
     device = devices.resolve(plan.device or "auto", key=f"{key}.device")
     device.check_dtype(plan.dtype or resolved.config.model.dtype, key="model.dtype")
+    if plan.quantization == "nf4":
+        check_nf4(device.torch_device, where=f"stage 0 ({plan.id})")
 
 
 def _check_hosts(workers: list[WorkerEntry]) -> None:
@@ -87,15 +90,30 @@ def _check_hosts(workers: list[WorkerEntry]) -> None:
             )
 
 
-def _tokenizer(model_path: str | Path, revision: str | None) -> Any | None:
+def _layers(resolved: ResolvedRun) -> tuple[int, int]:
+    """Of this machine's stage."""
+    return resolved.stages[0].start, resolved.stages[0].end
+
+
+def _tokenizer(model_path: Path, path: str) -> Any | None:
     """The model's tokenizer; None for a folder without one, which is enough for tokenised rows."""
-    from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if isinstance(model_path, Path) and not any((model_path / name).exists() for name in names):
+    commit = hub.commit_of(model_path)
+    if commit is not None and not (model_path / names[0]).exists():  # the hub may have what the cache lacks
+        with hub.refusals_in_one_line(path, commit):
+            has_one = hub.first_of(path, commit, names) is not None
+            return _loaded(path, commit) if has_one else None
+    if not any((model_path / name).exists() for name in names):
         return None
+    return _loaded(model_path)
+
+
+def _loaded(path: str | Path, revision: str | None = None) -> Any:
+    from transformers import AutoTokenizer
+
     try:
-        return AutoTokenizer.from_pretrained(model_path, revision=revision, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except ValueError as exc:  # among them: one that comes with code of its own, which is never run
         raise ConfigError(f"the tokenizer of model.path cannot be loaded: {one_line(exc)}") from exc
 

@@ -22,6 +22,7 @@ from hetero.facts import ModelFacts, read_facts
 from hetero.families import Family, check_attention, check_layers, check_target_names, family_of_config
 from hetero.folders import local_name
 from hetero.plan import resolve_plan
+from hetero.quantization import check_stored
 from hetero.schedule import policy_for
 from hetero.spec import (
     OPTIMIZER_ARGS,
@@ -56,6 +57,7 @@ class ResolvedRun:
         local_model: other machines look the model up by its folder's name.
         max_length: most tokens of a row.
         experts: of the model; None where it has none.
+        commit: of the hub, where the coordinator has its weights from there.
     """
 
     config: Config
@@ -67,6 +69,7 @@ class ResolvedRun:
     local_model: bool
     max_length: int
     experts: Experts | None = None
+    commit: str | None = None
 
     def spec(self, *, total_steps: int, workers: list[WorkerEntry] | None = None) -> RunSpec:
         """What every machine of the run agrees on.
@@ -104,6 +107,7 @@ class ResolvedRun:
             loop=c.loop,
             stuck_s=c.recovery.stuck_s,
             router_loss=router_loss_of(c.model.router_aux_loss, self.experts),
+            commit=self.commit,
         )
 
     def evenly_over(self, workers: list[WorkerEntry]) -> ResolvedRun:
@@ -140,6 +144,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     facts = read_facts(raw_facts)
     experts = read_experts(raw_facts)
     stages, workers = resolve_plan(config, facts.num_hidden_layers)
+    check_stored(raw_facts.get("quantization_config"), [stage.quantization for stage in stages])
     max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, facts.max_position_embeddings or DEFAULT_MAX_LENGTH)
     _check_sizes(config, facts, max_length)
     if not for_drawing:

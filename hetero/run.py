@@ -193,6 +193,7 @@ class Run:
                 device_name=config.hardware.coordinator.device,
                 allow_targets=config.allow_targets,
                 progress=self._progress,
+                check=functools.partial(session.inbox.take, lambda _: False),  # raises once the session has failed
             )
         member = self._member
         member.restore(state)

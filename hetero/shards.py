@@ -1,4 +1,4 @@
-"""The weight files of a stage: a model in several files is shown to transformers without those of other stages.
+"""Which weight files a stage needs; transformers is shown a model in several files without those of other stages.
 
 transformers opens every file that the index names, for its header; a stage needs neither to open nor to have them all.
 """
@@ -12,11 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hetero.errors import ConfigError
-from hetero.families import Family
+from hetero.facts import read_facts
+from hetero.families import Family, family_of
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def holds(key: str, family: Family, start: int, end: int, *, num_layers: int, tied: bool) -> bool:
@@ -34,6 +36,44 @@ def holds(key: str, family: Family, start: int, end: int, *, num_layers: int, ti
     if f".{family.final_norm}." in dotted:
         return last
     return first or not any(f".{name}." in dotted for name in family.first_only)
+
+
+def own_weight_files(folder: Path, start: int, end: int) -> list[str]:
+    """The weight files of a model that layers [start, end) need, whether they are there or not.
+
+    Args:
+        folder: of the model, with its config.json and, where it has several weight files, their index.
+        start: first layer.
+        end: one past the last.
+
+    Raises:
+        ConfigError: config.json or the index cannot be read, or the family is not verified.
+    """
+    if (folder / SINGLE).exists() or not (folder / INDEX).is_file():
+        return [SINGLE]
+    facts = read_facts(_read_object(folder / "config.json"))
+    family = family_of(facts.model_type)
+    num_layers, tied = facts.num_hidden_layers, facts.tie_word_embeddings
+    return sorted(set(_own_weights(folder, family, start, end, num_layers=num_layers, tied=tied).values()))
+
+
+def _own_weights(folder: Path, family: Family, start: int, end: int, *, num_layers: int, tied: bool) -> dict[str, str]:
+    """Key -> file of the weights that layers [start, end) need, by the index."""
+    return {
+        key: file
+        for key, file in _read_object(folder / INDEX)["weight_map"].items()
+        if holds(key, family, start, end, num_layers=num_layers, tied=tied)
+    }
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{file} must be a readable JSON file: {exc}") from exc
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got a {type(found).__name__}")
+    return found
 
 
 @contextmanager
@@ -54,15 +94,11 @@ def own_files(
         ConfigError: a file that the stage needs is not there.
     """
     folder = Path(path)
-    if (folder / "model.safetensors").exists() or not (folder / INDEX).is_file():
+    if (folder / SINGLE).exists() or not (folder / INDEX).is_file():
         yield path
         return
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    own = {
-        key: file
-        for key, file in index["weight_map"].items()
-        if holds(key, family, start, end, num_layers=num_layers, tied=tied)
-    }
+    index = _read_object(folder / INDEX)
+    own = _own_weights(folder, family, start, end, num_layers=num_layers, tied=tied)
     for file in sorted(set(own.values())):
         if not (folder / file).is_file():
             raise ConfigError(

@@ -28,6 +28,7 @@ FloatType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "nf4"]
 # `on` and `off` without quotes are true and false in YAML.
 RouterAuxLoss = Literal["auto", "on", "off"] | bool | Annotated[float, Meta(ge=0)]
+Commit = Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
 
 
 class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -288,6 +289,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
         boundary_dtypes: for each boundary between stages s and s+1 the dtype of hidden and grad on the wire.
         stuck_s: a forward or backward that takes longer, and ten times the longest before, is taken for stuck.
         router_loss: experts and coefficient of the router's balancing loss; None where it is off.
+        commit: of the model on the hub, from which the coordinator has it: what other machines download as well.
     """
 
     seed: AtLeast0
@@ -310,6 +312,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     loop: LoopSpec
     stuck_s: Seconds = 120.0
     router_loss: RouterLossSpec | None = None
+    commit: Commit | None = None
 
     def to_json(self) -> bytes:
         """The canonical JSON of this spec (keys sorted)."""

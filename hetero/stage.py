@@ -230,13 +230,13 @@ class Stage:
             self._generator.manual_seed(key64(self._seed, "dropout", *self._now, what))
 
 
-def build_stage(spec: RunSpec, index: int, model_path: str | Path, device: Device) -> Stage:
+def build_stage(spec: RunSpec, index: int, model_path: Path, device: Device) -> Stage:
     """The stage of a run with transformers and PEFT.
 
     Args:
         spec: the run.
         index: which stage.
-        model_path: where this machine has the model: a folder or a hub id.
+        model_path: the folder where this machine has what the stage needs of the model.
         device: where to put it.
 
     Raises:
@@ -246,9 +246,7 @@ def build_stage(spec: RunSpec, index: int, model_path: str | Path, device: Devic
     plan = spec.stages[index]
     dtype_name = plan.dtype or spec.model.dtype
     device.check_dtype(dtype_name, key=f"shard_plan.stages[{index}].dtype")
-    resolved = adapters.resolve(
-        models.meta_model(model_path, revision=spec.model.revision), spec.adapter, spec.model.path
-    )
+    resolved = adapters.resolve(models.meta_model(model_path), spec.adapter, spec.model.path)
     model = models.load_stage(
         model_path,
         plan.start,
@@ -257,7 +255,6 @@ def build_stage(spec: RunSpec, index: int, model_path: str | Path, device: Devic
         device=device.torch_device,
         quantization=plan.quantization or spec.model.quantization,
         attn_implementation=spec.model.attn_implementation,
-        revision=spec.model.revision,
     )
     peft_model = adapters.attach(model, resolved, spec.seed)
     model.to(device.torch_device)

@@ -9,6 +9,7 @@ from typing import Any
 from hetero import hub
 from hetero.errors import ConfigError
 from hetero.folders import checked_name, fetched_folder, flat_name, is_plain_name, one_line
+from hetero.shards import own_weight_files
 from hetero.tensor_files import read_entries
 from hetero.tiny import TINY, make_tiny, tiny_config
 
@@ -66,34 +67,71 @@ def find_weights(
     path: str,
     *,
     revision: str | None = None,
+    commit: str | None = None,
+    layers: tuple[int, int] | None = None,
     models_dir: Path | None = None,
     cache: Path | None = None,
     local_paths: bool = True,
-) -> str | Path:
-    """Get the folder that holds a model's safetensors, or the hub id where only the hub has them.
+) -> Path:
+    """Get the folder that holds a model's safetensors, or is to hold them where only the hub has them.
 
     Looks in the same places as `find_config`, without the shapes. Makes `tiny` if the cache does not hold it yet. The
-    hub is asked whether it has the weights and lets this machine have them; nothing of them is downloaded.
+    hub is asked whether it has the weights and lets this machine have them; of them only the index is downloaded, the
+    rest by `hetero.download`, and the folder is that of the model's commit in the hub's cache.
+
+    Args:
+        path: `tiny`, a hub id or a local folder.
+        revision: branch, tag or commit on the hub.
+        commit: what the other machines of a run take from the hub; other copies are only taken where it cannot be had.
+        layers: start and end of those whose weights are needed; None: all.
+        models_dir: folder of local models, each in a folder of its own.
+        cache: hetero's cache; None: `cache_dir()`.
+        local_paths: False where `path` comes from another machine: then it is never a path of this one.
 
     Raises:
         ConfigError: no place has them, they are not safetensors, or some of the files are missing.
     """
     if path == TINY:
         return make_tiny(cache)
-    folder = _local_folder(path, revision, models_dir, cache, local_paths)
-    if folder is not None:
-        check_weights(folder)
+    if commit is not None and (folder := _whole_snapshot(path, commit, layers)) is not None:
         return folder
+    local = _local_folder(path, revision, models_dir, cache, local_paths)
+    if local is not None and commit is None:
+        check_weights(local, layers)
+        return local
+    snapshot = _whole_snapshot(path, revision, layers)
+    if snapshot is not None and commit is None:
+        return snapshot
+    try:
+        return _ask_for_weights(path, commit or revision)
+    except ConfigError:
+        if commit is None or (other := local or snapshot) is None:
+            raise
+        check_weights(other, layers)
+        return other  # the coordinator compares what both hold
+
+
+def _whole_snapshot(path: str, revision: str | None, layers: tuple[int, int] | None) -> Path | None:
+    """The folder of the hub's cache with all weights that are needed."""
     folder = hub.snapshot(path, revision)
-    if folder is not None and _weights_fault(folder) is None:
-        return folder
+    return folder if folder is not None and _weights_fault(folder, layers) is None else None
+
+
+def _ask_for_weights(path: str, revision: str | None) -> Path:
+    """What the hub has, with only the small files downloaded."""
     found = hub.ask(path, revision, [_WEIGHTS, _INDEX, *_PICKLES])
     if found in _PICKLES:
         raise ConfigError(f"model.path must have safetensors, got {path!r}, which has the pickle {found}, {_CONVERT}")
-    return path
+    return hub.download_about(path, revision, ["config.json", *([found] if found == _INDEX else [])])
 
 
-def check_local_weights(path: str, *, revision: str | None = None, cache: Path | None = None) -> None:
+def check_local_weights(
+    path: str,
+    *,
+    revision: str | None = None,
+    layers: tuple[int, int] | None = None,
+    cache: Path | None = None,
+) -> None:
     """Check what `find_weights` would find on this machine, where that is a folder; asks no hub and makes nothing.
 
     Raises:
@@ -101,14 +139,19 @@ def check_local_weights(path: str, *, revision: str | None = None, cache: Path |
     """
     folder = None if path == TINY else _local_folder(path, revision, None, cache, True)
     if folder is not None:
-        check_weights(folder)
+        check_weights(folder, layers)
 
 
-def find_by_name(name: str, models_dir: Path | None) -> Path:
+def find_by_name(name: str, models_dir: Path | None, layers: tuple[int, int] | None = None) -> Path:
     """Get the folder of a local model that another machine names; the name cannot lead out of `models_dir`.
 
+    Args:
+        name: of the folder.
+        models_dir: folder of local models.
+        layers: start and end of those whose weights are needed; None: all.
+
     Raises:
-        ConfigError: the name is no plain name, or `models_dir` does not hold such a model with its weights.
+        ConfigError: the name is no plain name, or `models_dir` does not hold such a model with these weights.
     """
     checked_name(name)
     here = platform.node() or "this machine"
@@ -121,17 +164,17 @@ def find_by_name(name: str, models_dir: Path | None) -> Path:
             f"coordinator"
         )
     _need_config(folder)
-    check_weights(folder)
+    check_weights(folder, layers)
     return folder
 
 
-def check_weights(folder: Path) -> None:
-    """Check that a model's folder holds all of its safetensors; reads no tensor.
+def check_weights(folder: Path, layers: tuple[int, int] | None = None) -> None:
+    """Check that a model's folder holds its safetensors, all or those of layers [start, end); reads no tensor.
 
     Raises:
         ConfigError: it does not; says what is there instead and what to do.
     """
-    fault = _weights_fault(folder)
+    fault = _weights_fault(folder, layers)
     if fault is not None:
         raise ConfigError(f"model.path must be a folder with all of the model's safetensors, but {folder} {fault}")
 
@@ -158,8 +201,8 @@ def _need_config(folder: Path) -> Path:
     return folder
 
 
-def _weights_fault(folder: Path) -> str | None:
-    """What keeps the folder from being loaded, as the rest of a sentence; None: nothing."""
+def _weights_fault(folder: Path, layers: tuple[int, int] | None = None) -> str | None:
+    """What keeps the folder's layers from being loaded, as the rest of a sentence; None: nothing."""
     names = [_WEIGHTS]
     if not (folder / _WEIGHTS).exists() and (folder / _INDEX).is_file():
         weight_map = _read_object(folder / _INDEX).get("weight_map")
@@ -168,6 +211,8 @@ def _weights_fault(folder: Path) -> str | None:
         names = sorted({str(name) for name in weight_map.values()})
         if any(Path(name).name != name for name in names):
             return f"has a {_INDEX} that names files elsewhere; copy the model again"
+        if layers is not None:
+            names = own_weight_files(folder, *layers)
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         pointers = [name for name in names if _is_lfs_pointer(folder / name)]

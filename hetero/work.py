@@ -16,7 +16,7 @@ from hetero.failpoints import hit
 from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
 from hetero.machines import hardware_line, name_or_address
-from hetero.member import Member
+from hetero.member import Member, check_device
 from hetero.runtime import step_plan_of
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
@@ -97,16 +97,21 @@ def make_transport_of(spec: RunSpec, allow_targets: Sequence[str], identity: Ide
     )
 
 
-def locate_model(spec: RunSpec, models_dir: str | None) -> str | Path:
-    """Where this machine has the model of a run: names from a peer are looked up, never opened as paths.
+def locate_model(spec: RunSpec, index: int, models_dir: str | None) -> Path:
+    """Where this machine has what stage `index` needs of a run's model, or is to have it when it comes from the hub.
+
+    Names from a peer are looked up, never opened as paths.
 
     Raises:
         ConfigError: it is not here.
     """
+    layers = spec.stages[index].start, spec.stages[index].end
     folder = Path(models_dir).expanduser() if models_dir else models_cache()
     if spec.local_model:
-        return store.find_by_name(spec.model.path, folder)
-    return store.find_weights(spec.model.path, revision=spec.model.revision, local_paths=False)
+        return store.find_by_name(spec.model.path, folder, layers)
+    return store.find_weights(
+        spec.model.path, revision=spec.model.revision, commit=spec.commit, layers=layers, local_paths=False
+    )
 
 
 class StageBuilder:
@@ -121,7 +126,7 @@ class StageBuilder:
         self.worker, self._allow_targets = worker, allow_targets
         self._kept: tuple[tuple[str, str, int], Member] | None = None
 
-    def build(self, session: WorkerSession, model_path: str | Path, progress: Progress) -> Member:
+    def build(self, session: WorkerSession, model_path: Path, progress: Progress) -> Member:
         """The stage that a session needs, new or as the last session left it; `progress` is told what it does."""
         spec, index = session.spec, session.member.stage
         key = (session.member.run_id, spec.digest(), index)
@@ -129,17 +134,22 @@ class StageBuilder:
             self._kept[1].progress = progress
             return self._kept[1]
         self.forget()  # before another one is built: two may not fit
-        device = self.worker.device if self.worker.device != "auto" else spec.workers[index - 1].device
         member = Member(
             spec,
             index,
             model_path=model_path,
-            device_name=device,
+            device_name=self.device_name(session),
             allow_targets=self._allow_targets,
             progress=progress,
+            check=session.raise_if_over,
         )
         self._kept = key, member
         return member
+
+    def device_name(self, session: WorkerSession) -> str:
+        """The device where the plan names none: this machine's own word, else the coordinator's about it."""
+        own = self.worker.device
+        return own if own != "auto" else session.spec.workers[session.member.stage - 1].device
 
     def forget(self) -> None:
         """Lets the stage go."""
@@ -166,8 +176,9 @@ def _end_process() -> None:
 
 def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progress: Progress) -> None:
     spec, index = session.spec, session.member.stage
-    model_path = locate_model(spec, builder.worker.models_dir)
-    session.welcome(fingerprint(model_path) if isinstance(model_path, Path) else {})
+    check_device(spec, index, builder.device_name(session))
+    model_path = locate_model(spec, index, builder.worker.models_dir)
+    session.welcome(fingerprint(model_path))
     hit("worker.welcomed")
     sync = session.wait_sync()
     member = builder.build(session, model_path, progress)

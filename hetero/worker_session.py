@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,12 @@ from hetero.wire.headers import (
 from hetero.wire.tensors import state_frames
 from hetero.worker_control import WorkerControl
 
+log = logging.getLogger(__name__)
+
 END_S = 3.0
 END_GRACE_S = 1.0
 DIAL_NEXT_S = 10.0
+SAY_WAITING_S = 60.0
 STAR = "if these two machines cannot reach one another, transport.topology=star lets the coordinator relay"
 
 
@@ -175,14 +179,25 @@ class WorkerSession:
             raise peer.error(f"stage {stage} cannot link to it: {exc.reason}", lost=lost) from exc
 
     def _wait_for(self, there: threading.Event, neighbour: int) -> None:
-        give_up_at = time.monotonic() + self.transport.connect_timeout_s
+        """As long as it takes: a neighbour may still download its weights, and a lost one ends the session."""
+        said_at = time.monotonic()
         while not there.wait(0.2):
             if failure := self.inbox.failure():
                 raise failure
-            if time.monotonic() > give_up_at:
-                raise PeerError(
-                    f"was not linked within {self.transport.connect_timeout_s:g} s", stage=neighbour, lost=True
-                )
+            self.raise_if_over()
+            if time.monotonic() - said_at > SAY_WAITING_S:
+                said_at = time.monotonic()
+                log.info("ready; stage %d is still loading", neighbour)
+
+    def raise_if_over(self) -> None:
+        """Looks, without waiting, whether this session goes on.
+
+        Raises:
+            SessionOver: the coordinator said STOP or ABORT.
+            HeteroError: a fault.
+        """
+        for event in self.inbox.take(is_end):
+            raise SessionOver(event.frame.header.reason, again=event.frame.header.again)
 
     def next_order(self) -> Received:
         """The next STEP (from the stage before) or GATHER (from the coordinator).

@@ -27,7 +27,7 @@ POINTS = r"shard_plan\.split_points must rise between 1 and 5 \(the model has 6 
 MISTAKES: list[tuple[list[str], str]] = [
     # a name that is not there
     (["shard_plan=llama8b_3stages"], r"shard_plan must be one of .*llama8b_3stage.*, got 'llama8b_3stages'"),
-    (["model=tinny"], r"model must be one of llama8b, llama8b_4bit, smollm2_135m, tiny, got 'tinny'"),
+    (["model=tinny"], r"model must be one of llama70b_4bit, llama8b, .*, smollm2_135m, tiny, got 'tinny'"),
     (["logger=[jsonl,wandbb]"], r"logger must be one of jsonl, none, wandb, got 'wandbb'"),
     (["adapter=null"], r"adapter must be one of lora, qlora, got null"),
     (["loop.lrr=1"], r"loop\.lrr is not a key; .*batch_size"),

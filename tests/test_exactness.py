@@ -453,3 +453,35 @@ def test_smol_steps_are_those_of_one_process(smol: Path) -> None:
     assert outcomes[0].losses[0] == pytest.approx(reference.losses[0], abs=1e-5)
     assert outcomes[0].norms == pytest.approx(reference.norms, rel=1e-4)
     assert_same_gradients(outcomes[0].grads[:1], reference.grads[:1])
+
+
+@pytest.mark.smol
+@pytest.mark.slow
+def test_smol_steps_in_4_bits_are_those_of_one_process(smol: Path) -> None:
+    """P07: 3 stages; the base is quantised tensor by tensor, so no split changes a bit of it."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    prose = (
+        "A bicycle has two wheels, one behind the other. The rider sits on a saddle, turns the pedals with the feet, "
+        "and a chain carries the force to the rear wheel. The first bicycles were made in Europe in the nineteenth "
+        "century, and today there are more than a billion of them in the world."
+    )
+    rows = tokenised(smol, [prose, "What is the capital of France? Paris.", "One, two, three.", "The fox is quick."])
+    steps = [rows[:2], rows[2:], rows[1:3]]
+    spec = make_spec(smol, (7, 20), microbatch_size=1, batch_size=2, quantizations=["nf4"] * 3)
+    outcome = run_pipeline(spec, smol, cut(steps, 1))
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
+    reference = run_reference(smol, steps, lora=QV, initial=outcome.initial, **options)
+    exact = run_pipeline(make_spec(smol, (15,), batch_size=2), smol, cut(steps[:1], 1))
+    assert outcome.losses == pytest.approx(reference.losses, abs=1e-4)
+    assert outcome.losses[0] == pytest.approx(reference.losses[0], abs=1e-5)
+    assert outcome.norms == pytest.approx(reference.norms, rel=1e-3)
+    assert_same_gradients(outcome.grads[:1], reference.grads[:1], rel=1e-3)
+    assert outcome.losses[0] == pytest.approx(exact.losses[0], rel=0.05)

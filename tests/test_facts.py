@@ -147,10 +147,16 @@ def test_parameters_of_another_family_are_refused() -> None:
         num_parameters(facts)
 
 
-# 8 030 261 248 and 134 515 008: the parameter counts that the two model cards give.
+# The parameter counts that the models' pages on the hub give.
 @pytest.mark.parametrize(
     ("name", "total"),
-    [("meta-llama--Llama-3.1-8B-Instruct", 8_030_261_248), ("HuggingFaceTB--SmolLM2-135M-Instruct", 134_515_008)],
+    [
+        ("meta-llama--Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("meta-llama--Llama-3.3-70B-Instruct", 70_553_706_496),
+        ("HuggingFaceTB--SmolLM2-135M-Instruct", 134_515_008),
+        ("Qwen--Qwen3-14B", 14_768_307_200),
+        ("Qwen--Qwen3-32B", 32_762_123_264),
+    ],
 )
 def test_shipped_shapes_are_those_of_the_real_models(name: str, total: int) -> None:
     config = json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8"))
@@ -159,7 +165,8 @@ def test_shipped_shapes_are_those_of_the_real_models(name: str, total: int) -> N
     if name.startswith("meta-llama"):
         assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("llama3", 500000.0, 8.0)
     else:
-        assert (rope["rope_type"], rope["rope_theta"]) == ("default", 100000)
+        theta = 1_000_000 if name.startswith("Qwen") else 100_000
+        assert (rope["rope_type"], rope["rope_theta"]) == ("default", theta)
 
 
 def test_facts_need_neither_torch_nor_transformers() -> None:

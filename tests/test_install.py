@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from processes import END_S, REPO, environment, losses, metrics, run, train_here
+from processes import END_S, REPO, environment, hardware, losses, metrics, run, run_here, train_here, worker
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OPTIONAL = ("bitsandbytes", "wandb", "graphviz", "gguf")
@@ -109,6 +109,21 @@ def test_4_bit_without_bitsandbytes_names_device_stage_and_package(tmp_path: Pat
     line = outcome.one_line()
     for part in ("quantization=nf4", "stage 0 (local, device auto)", "pip install bitsandbytes"):
         assert part in line
+
+
+@pytest.mark.slow
+def test_worker_without_bitsandbytes_refuses_4_bits_before_it_loads(tmp_path: Path, hidden: dict[str, str]) -> None:
+    """Case P07 where only the other machine lacks the package: the coordinator says which one that is."""
+    with worker(tmp_path / "worker", env=hidden) as one:
+        plan = "[{id: local, start: 0, end: 3}, {id: w1, start: 3, end: 6, quantization: nf4}]"
+        args = [f"shard_plan.stages={plan}", "shard_plan.num_stages=null", *hardware(one)]
+        outcome = run_here("train", f"outputs={tmp_path / 'out'}", *args)
+        assert outcome.code != 0 and "Traceback" not in outcome.text
+        (line,) = [line for line in outcome.text.splitlines() if "quantization=nf4" in line]
+        for part in ("stage 1", str(one.port), "(w1), device cpu", "pip install bitsandbytes"):
+            assert part in line
+        assert "layers [3, 6)" not in one.running.text
+        one.wait_idle()
 
 
 def test_optional_packages_are_extras_and_no_requirement() -> None:

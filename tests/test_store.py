@@ -423,13 +423,24 @@ def test_missing_network_is_one_line_with_the_fetch_command(hub: Path, tmp_path:
         find_weights("HuggingFaceTB/SmolLM2-135M-Instruct", revision="main", cache=tmp_path)
 
 
-def test_weights_only_the_hub_has_are_the_hub_id(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in_hub_cache(hub, "config only", weights=None)
+def test_weights_only_the_hub_has_go_into_its_cache(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of them only the index is downloaded, and all of one commit."""
+    import huggingface_hub
+
+    folder = put_in_hub_cache(hub, "config only", weights=None)
     with pytest.raises(ConfigError, match="was not found on"):
         find_weights(HUB_ID, cache=tmp_path)
-    sharded = "model.safetensors.index.json"
-    answer_with(monkeypatch, lambda url: None if url.endswith(sharded) else hub_error("RemoteEntryNotFoundError"))
-    assert find_weights(HUB_ID, cache=tmp_path) == HUB_ID
+    index = "model.safetensors.index.json"
+    got: list[tuple[str, str | None]] = []
+
+    def hf_hub_download(path: str, name: str, revision: str | None) -> str:
+        got.append((name, revision))
+        return str(folder / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    answer_with(monkeypatch, lambda url: None if url.endswith(index) else hub_error("RemoteEntryNotFoundError"))
+    assert find_weights(HUB_ID, cache=tmp_path) == folder
+    assert got == [("config.json", None), (index, folder.name)]
 
 
 def test_pickles_of_the_hub_are_refused(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from peers import wait_until
 from processes import composed, run_here, started
 
-from hetero.config import SHAPES_DIR
+from hetero.config import CONF_DIR, SHAPES_DIR
 from hetero.diagram import dot, mermaid
 from hetero.resolve import ResolvedRun, resolve
 
@@ -77,6 +77,39 @@ def test_known_plan_is_drawn_without_weights_workers_or_net_in_little_memory(tmp
         assert expected in text
     assert "pc1.example" in text and "pc2.example" in text
     assert "layers 70-79" in (tmp_path / "big" / "architecture.mmd").read_text(encoding="utf-8")
+
+
+PLANS = {
+    "qwen14b_2stage": ("mac_and_pc", ["layers 0-22", "layers 23-39"], "10 KiB/token"),
+    "qwen32b_3stage": ("mac_and_two_pcs", ["layers 0-19", "layers 20-47", "layers 48-63"], "10 KiB/token"),
+    "llama70b_4stage": (
+        "mac_and_three_pcs",
+        ["layers 0-23", "layers 24-52", "layers 53-69", "layers 70-79"],
+        "16 KiB/token",
+    ),
+    "llama8b_2stage": ("mac_and_pc", ["layers 0-13", "layers 14-31"], "8 KiB/token"),
+    "llama8b_3stage": ("mac_and_two_pcs", ["layers 0-9", "layers 10-23", "layers 24-31"], "8 KiB/token"),
+}
+
+
+def test_every_plan_of_a_known_model_is_in_the_list_above() -> None:
+    shipped = {file.stem for file in (CONF_DIR / "shard_plan").glob("*_*stage.yaml")}
+    assert shipped == PLANS.keys()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_of_a_known_model_is_drawn_with_the_machines_that_it_is_meant_for(tmp_path: Path, name: str) -> None:
+    """From the shape that comes along, with 4-bit stages and the adapter for them; locally, too."""
+    hardware, layers, width = PLANS[name]
+    target = tmp_path / "a.mmd"
+    args = [f"shard_plan={name}", f"outputs={tmp_path}", f"output={target}"]
+    assert run_here("visualize", *args, f"hardware={hardware}").code == 0
+    text = target.read_text(encoding="utf-8")
+    assert all(part in text for part in [*layers, width]) and text.count("bfloat16, nf4") == len(layers)
+    assert run_here("visualize", *args).code == 0
+    composed_plan = composed(f"shard_plan={name}", f"hardware={hardware}")
+    assert composed_plan["adapter"]["r"] == 16 and composed_plan["model"]["quantization"] == "nf4"
+    assert run_here("visualize", *args, "--cfg", "job").code == 0
 
 
 def test_diagrams_go_into_a_folder_of_their_own_by_default(tmp_path: Path) -> None:
