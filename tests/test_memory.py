@@ -222,7 +222,7 @@ def watched(folder: Path, stored: str, *overrides: str) -> list[tuple[int, int]]
             env={**os.environ, "PYTHONPATH": str(here.parent)},
         )
         assert done.returncode == 0, done.stderr
-        mapped = figures.weights.get(stored, 0) if resolved.config.model.quantization == "none" else 0
+        mapped = figures.weights.get(stored, 0)
         predicted = figures.training + sum(figures.weights.values()) - mapped
         found.append((json.loads(done.stdout.splitlines()[-1])["peak"], predicted))
     return found
