@@ -43,9 +43,10 @@ def refuse_unmatched(spec: AdapterSpec, config: Any, adapter: Any, names: Sequen
     )
     _check_excluded(spec, names, family)
     for key in ("rank_pattern", "alpha_pattern"):
-        known = [*adapter.targets, *adapter.parameters]
-        unmatched = [name for name in getattr(spec, key) or {} if not matched_by_pattern(name, known)]
-        _refuse(key, unmatched, "each match a target", sorted({name.rpartition(".")[2] for name in known}))
+        # Parameters have the adapter's own rank: PEFT would take theirs from here and warn that it did not.
+        unmatched = [name for name in getattr(spec, key) or {} if not matched_by_pattern(name, adapter.targets)]
+        there = sorted({name.rpartition(".")[2] for name in adapter.targets})
+        _refuse(key, unmatched, "each match a target module", there)
 
 
 def matched_by_pattern(pattern: str, names: Iterable[str]) -> bool:

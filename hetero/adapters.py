@@ -249,7 +249,7 @@ def _share_of(adapter: ResolvedAdapter, model: Any) -> Any:
     config.exclude_modules = config.layers_to_transform = config.base_model_name_or_path = None
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, key)
-        setattr(config, key, {k: v for k, v in pattern.items() if matched_by_pattern(k, own + parameters)})
+        setattr(config, key, {k: v for k, v in pattern.items() if matched_by_pattern(k, own)})
     return config
 
 

@@ -100,7 +100,7 @@ for _family in ("mixtral", "qwen3_moe", "gpt_oss"):  # where the table has them
         CASES[f"experts_{_family}"] = _family, _with(QV, target_modules=[], target_parameters=_EXPERTS)
         CASES[f"experts_beside_{_family}"] = (
             _family,
-            _with(QV, target_parameters=["layers.1.mlp.experts.down_proj"], rank_pattern={r".*experts\.down_proj": 2}),
+            _with(QV, target_parameters=["layers.1.mlp.experts.down_proj"], rank_pattern={"v_proj": 2}),
         )
         CASES[f"experts_copied_{_family}"] = _family, QV
 # Cases that cannot be made one model with their base, by design.
