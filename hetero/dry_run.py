@@ -113,8 +113,8 @@ def advice(resolved: ResolvedRun, memory: RunMemory, shapes_dir: Path) -> Iterat
 def _changes(config: Config, memory: RunMemory) -> Iterator[tuple[str, Config]]:
     """Knobs that are not turned yet."""
     loop, replace = config.loop, msgspec.structs.replace
-    if loop.recompute == "none":
-        yield "loop.recompute=layer", replace(config, loop=replace(loop, recompute="layer"))
+    for more in ("layer", "stage")[("none", "layer", "stage").index(loop.recompute) :]:
+        yield f"loop.recompute={more}", replace(config, loop=replace(loop, recompute=more))
     if memory.shape.rows > 1:
         yield "loop.microbatch_size=1", replace(config, loop=replace(loop, microbatch_size=1))
     if max(stage.in_flight for stage in memory.stages) > 1:

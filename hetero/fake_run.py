@@ -142,18 +142,20 @@ class FakeRun:
         model: the whole model on the meta device, with its adapter in place.
         family: of the model.
         attn_implementation: as configured.
-        recompute: `layer`: as configured.
     """
 
-    def __init__(self, model: Any, family: Family, attn_implementation: str | None, recompute: str) -> None:
+    def __init__(self, model: Any, family: Family, attn_implementation: str | None) -> None:
         self._model, self._family, self._mode = model, family, FakeTensorMode()
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
-        if recompute == "layer":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            model.gradient_checkpointing_disable()
         model.train()
+
+    def recompute_layers(self, wanted: bool) -> None:
+        """Whether layers compute their activations again in the backward, from now on."""
+        if wanted:
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self._model.gradient_checkpointing_disable()
 
     def layer(
         self, index: int, shape: Shape, *, dtype: torch.dtype, four_bit: bool, input_grad: bool, device_type: str

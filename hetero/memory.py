@@ -189,9 +189,10 @@ class _Planner:
         rows = min(loop.batch_size, loop.microbatch_size)
         self._shape = Shape(rows, spec.max_length, padded=rows > 1)
         self._micro_batches = math.ceil(loop.batch_size / loop.microbatch_size)
-        self._fake = FakeRun(whole, resolved.family, spec.model.attn_implementation, loop.recompute)
+        self._fake = FakeRun(whole, resolved.family, spec.model.attn_implementation)
         self._parameters = [(_plain(name), parameter) for name, parameter in whole.named_parameters()]
         self._usages: dict[Any, Usage] = {}
+        self._by_layers = False  # what the stage at hand recomputes
         self._quantized = {_plain(f"{name}.weight") for name in quantized_linears(whole)}
 
     def run(self) -> RunMemory:
@@ -245,16 +246,22 @@ class _Planner:
 
     def _activations(self, index: int, device_type: str) -> tuple[int, int, int]:
         """What a stage keeps of a micro-batch, and what a layer's and the head's work take besides."""
-        plan = self._spec.stages[index]
+        plan, recompute = self._spec.stages[index], self._spec.loop.recompute
+        is_last = index == len(self._spec.stages) - 1
+        self._by_layers = recompute == "layer" or (recompute == "stage" and is_last)
+        self._fake.recompute_layers(self._by_layers)
         layers = [self._layer(layer, index, device_type) for layer in range(plan.start, plan.end)]
         kept = sum(usage.kept for usage in layers) + max(usage.shared for usage in layers)
         boundary = self._shape.rows * self._shape.length * self._spec.hidden_size * DTYPES[str(plan.dtype)].itemsize
         if index and not layers[0].input_kept:
             kept += boundary  # the leaf that will have the gradient
-        if index < len(self._spec.stages) - 1:
-            return kept + boundary, max(usage.work for usage in layers), 0  # the output, which has the graph
+        work = max(usage.work for usage in layers)
+        if not is_last and recompute == "stage":  # input and output wait; the backward has all layers' of one at a time
+            return boundary * (1 + bool(index)), kept + work, 0
+        if not is_last:
+            return kept + boundary, work, 0  # the output, which has the graph
         head = self._fake.head(self._shape, DTYPES[str(plan.dtype)])
-        return kept + head.kept, max(usage.work for usage in layers), head.work
+        return kept + head.kept, work, head.work
 
     def _layer(self, layer: int, index: int, device_type: str) -> Usage:
         """A layer's figures; layers that are alike are run once."""
@@ -273,6 +280,7 @@ class _Planner:
             kinds[layer] if kinds else None,
             tuple((name, parameter.shape, parameter.requires_grad) for name, parameter in of_layer),
             tuple(settings.values()),
+            self._by_layers,
         )
         if key not in self._usages:
             self._usages[key] = self._fake.layer(layer, self._shape, **settings)  # type: ignore[arg-type]
