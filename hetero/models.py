@@ -8,6 +8,7 @@ layers of other stages are pass-throughs and their weights are never read. Relie
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from torch import nn
 from hetero.errors import ConfigError
 from hetero.families import Family, check_attention, family_of, family_of_config
 from hetero.folders import one_line
-from hetero.quantization import check_nf4, check_stored, keep_trainable_layout, nf4_as_stored, nf4_on_load
+from hetero.quantization import (
+    check_nf4,
+    check_stored,
+    keep_trainable_layout,
+    nf4_as_stored,
+    nf4_on_load,
+    quantised_in_pieces,
+)
 from hetero.shards import own_files
 from hetero.token_loss import Scaling
 
@@ -99,7 +107,10 @@ def load_stage(
         config.quantization_config = nf4_as_stored(stored, dtype)
     extent = {"num_layers": config.num_hidden_layers, "tied": config.tie_word_embeddings}
     try:
-        with own_files(path, family, start, end, **extent) as own_path:
+        with (
+            own_files(path, family, start, end, **extent) as own_path,
+            quantised_in_pieces() if quantization == "nf4" else nullcontext(),
+        ):
             model, info = _stage_class(cls, family, start, end).from_pretrained(
                 own_path,
                 revision=revision,

@@ -242,8 +242,10 @@ def build_stage(spec: RunSpec, index: int, model_path: Path, device: Device) -> 
     Raises:
         ConfigError: the model or the adapter cannot be what the spec says.
     """
-    device.keep_freed_memory()
     plan = spec.stages[index]
+    quantization = plan.quantization or spec.model.quantization
+    if quantization == "none":  # matrices in 16 bits come and go at each 4-bit one, and what is kept of them scatters
+        device.keep_freed_memory()
     dtype_name = plan.dtype or spec.model.dtype
     device.check_dtype(dtype_name, key=f"shard_plan.stages[{index}].dtype")
     resolved = adapters.resolve(models.meta_model(model_path), spec.adapter, spec.model.path)
@@ -253,7 +255,7 @@ def build_stage(spec: RunSpec, index: int, model_path: Path, device: Device) -> 
         plan.end,
         dtype=DTYPES[dtype_name],
         device=device.torch_device,
-        quantization=plan.quantization or spec.model.quantization,
+        quantization=quantization,
         attn_implementation=spec.model.attn_implementation,
     )
     peft_model = adapters.attach(model, resolved, spec.seed)

@@ -21,7 +21,7 @@ from hetero.errors import ConfigError
 from hetero.facts import read_facts
 from hetero.families import family_of
 from hetero.member import check_device
-from hetero.quantization import check_nf4, check_stored, stored_quantization
+from hetero.quantization import check_nf4, check_stored, quantised_in_pieces, stored_quantization
 from hetero.shards import INDEX, holds
 from hetero.spec import AdapterSpec
 
@@ -101,6 +101,27 @@ def test_steps_are_those_of_one_process(tiny: Tiny, rows: list[Example], name: s
     assert outcome.adapter.keys() == reference.adapter.keys()
     for key, value in reference.adapter.items():
         torch.testing.assert_close(outcome.adapter[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (100, 100), (3, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_quantised_in_pieces_are_those_of_bitsandbytes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Several pieces, a last block that is not full, and statistics that are compressed over the whole matrix."""
+
+    def made() -> Any:
+        linear = bitsandbytes.nn.Linear4bit(shape[1], shape[0], bias=False, quant_type="nf4", compress_statistics=True)
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(dtype)
+        linear.weight = bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=linear
+        )
+        return linear.to("cpu").state_dict()
+
+    expected = made()
+    with quantised_in_pieces(1024):
+        found = made()
+    assert found.keys() == expected.keys() and len(found) == 6
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert torch.equal(made()["weight"], expected["weight"])
 
 
 # ---- checkpoints that are in 4 bits already
