@@ -31,7 +31,6 @@ tags: [lora, merged]
 
 {name} with an adapter merged into it by `python -m hetero.adapters merge --full`.
 
-* Adapter: {origin}
 * {words}
 * Numbers: {dtype}
 """
@@ -89,7 +88,7 @@ def merge_full(source: Source, out: Path, *, base: str | None = None, dtype: str
     def fill(draft: Path) -> None:
         merger.write(draft)
         (draft / RECORD).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        card = _CARD.format(name=_public_name(about["base"]), origin=source.origin, words=words, dtype=about["dtype"])
+        card = _CARD.format(name=_public_name(about["base"]), words=words, dtype=about["dtype"])
         (draft / "README.md").write_text(card, encoding="utf-8")
 
     return write_folder(out, fill)
