@@ -83,7 +83,9 @@ def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
         return f"{shown or 'the configuration'} must have text for keys, got {_shorten(value)}"
     if rule == "Number out of range":
         rule = "a number that a float64 can hold"
-    if rule.startswith("Invalid enum value"):
+    is_text = re.match(r"Expected `str(?: \| null)?`", rule) is not None
+    chosen_by_name = is_text and str not in _options(hint) and _literals(hint) not in ([], ["null"])
+    if rule.startswith("Invalid enum value") or chosen_by_name:
         rule = f"one of {', '.join(_literals(hint))}"
     if "matching regex" in rule and "auto|" in rule:
         rule = "auto, or a device type with an optional index such as cuda:1"

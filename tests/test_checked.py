@@ -75,6 +75,7 @@ def test_plain_data_and_json_become_the_same_typed_data() -> None:
         ({"inner": {"rank": 1.0}}, "inner.rank must be int, got 1.0"),
         ({"inner": {"rank": None}}, "inner.rank must be int, got None"),
         ({"inner": {"rank": 1, "kind": "c"}}, "inner.kind must be one of a, b, null, got 'c'"),
+        ({"inner": {"rank": 1, "kind": True}}, "inner.kind must be one of a, b, null, got True"),
         (
             {"inner": {"rank": 1, "device": "cuda:x"}},
             "inner.device must be auto, or a device type with an optional index such as cuda:1, got 'cuda:x'",
