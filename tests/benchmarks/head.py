@@ -86,8 +86,8 @@ def main() -> None:
     for name, times in seconds.items():
         ratio = statistics.median(t / p for t, p in zip(times, seconds["plain"], strict=True))
         print(
-            f"{name:18} {statistics.median(times):6.2f} s ({min(times):.2f} to {max(times):.2f}), {ratio:.2f} of plain; "
-            f"{memory[name] / 2**20:7.0f} MiB, {memory[name] / memory['plain']:.3f} of plain"
+            f"{name:18} {statistics.median(times):6.2f} s ({min(times):.2f} to {max(times):.2f}), "
+            f"{ratio:.2f} of plain; {memory[name] / 2**20:7.0f} MiB, {memory[name] / memory['plain']:.3f} of plain"
         )
     few = statistics.median(a / b for a, b in zip(seconds["ours, 30 % labels"], seconds["ours"], strict=True))
     print(f"30 % labels: {few:.2f} of the time of all; gradients differ by {error:.1e} (relative)")
