@@ -21,6 +21,7 @@ from hetero import data
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from hetero.adapters import lora_config
 from hetero.families import FAMILIES
+from hetero.models import meta_model
 from hetero.spec import AdapterSpec
 
 
@@ -36,7 +37,7 @@ def test_peft_loads_the_saved_adapter_and_gives_the_same_logits(matrix: Matrix, 
 def peft_arguments(base: Path, spec: AdapterSpec) -> dict[str, Any]:
     """What a user of PEFT alone would give to LoraConfig."""
     family = FAMILIES[json.loads((base / "config.json").read_text())["model_type"]]
-    wanted = lora_config(spec, family, None)
+    wanted = lora_config(spec, family, meta_model(base))
     lora: dict[str, Any] = {
         f.name: getattr(wanted, f.name) for f in dataclasses.fields(LoraConfig) if f.init and f.name != "task_type"
     }
