@@ -73,7 +73,8 @@ def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Fa
     asked = spec.target_modules
     if asked == "auto":
         asked = [name for name in family.default_targets if name in there or name not in family.optional_modules]
-    if spec.exclude_modules or spec.target_parameters or spec.modules_to_save:
+    saved = spec.modules_to_save if isinstance(spec.modules_to_save, list) else []
+    if spec.exclude_modules or spec.target_parameters or saved:
         asked = "judged later"  # the names in the file do not say what was asked for
     if isinstance(asked, list) and (ours := {name.rpartition(".")[2] for name in asked}) != there:
         raise ConfigError(

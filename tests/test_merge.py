@@ -24,7 +24,7 @@ from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
 from hetero.merge import RECORD, main, merge_adapter, merge_full
 from hetero.merge_sources import find_source, find_stages
-from hetero.resume import about_of
+from hetero.resume_settings import about_of
 from hetero.spec import AdapterSpec, RunSpec
 from hetero.tensor_files import read_metadata
 from hetero.training_state import as_state

@@ -30,6 +30,8 @@ def parse(address: str) -> Address:
 
 def is_private(address: Address) -> bool:
     """Whether an address belongs to a home network: private, unique local, link-local, or an overlay's shared range."""
+    if address.version == 6 and address.sixtofour is not None:  # early Pythons 3.11 call it private, but it is routed
+        return False
     return address.is_private or address.is_link_local or (address.version == 4 and address in _TAILSCALE)
 
 
