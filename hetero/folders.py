@@ -1,6 +1,7 @@
-"""Folders of this user's cache, and folders that come into being as a whole or not at all."""
+"""Folders of this user's cache, folders that come into being as a whole or not at all, and what is read from them."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hetero.errors import ConfigError
 
@@ -87,6 +89,21 @@ def write_text(file: Path, text: str) -> None:
         Path(draft).replace(file)
     except OSError as exc:
         raise ConfigError(f"the folder {file.parent} must be writable and have space: {one_line(exc)}") from exc
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON, or is no object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{file} must be a readable JSON file: {one_line(exc)}") from exc
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got a {type(content).__name__}")
+    return content
 
 
 def checked_name(name: str) -> str:

@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hetero.errors import ConfigError
 from hetero.facts import read_facts
 from hetero.families import Family, family_of
+from hetero.folders import read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -51,7 +51,7 @@ def own_weight_files(folder: Path, start: int, end: int) -> list[str]:
     """
     if (folder / SINGLE).exists() or not (folder / INDEX).is_file():
         return [SINGLE]
-    facts = read_facts(_read_object(folder / "config.json"))
+    facts = read_facts(read_object(folder / "config.json"))
     family = family_of(facts.model_type)
     num_layers, tied = facts.num_hidden_layers, facts.tie_word_embeddings
     return sorted(set(_own_weights(folder, family, start, end, num_layers=num_layers, tied=tied).values()))
@@ -61,19 +61,9 @@ def _own_weights(folder: Path, family: Family, start: int, end: int, *, num_laye
     """Key -> file of the weights that layers [start, end) need, by the index."""
     return {
         key: file
-        for key, file in _read_object(folder / INDEX)["weight_map"].items()
+        for key, file in read_object(folder / INDEX)["weight_map"].items()
         if holds(key, family, start, end, num_layers=num_layers, tied=tied)
     }
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{file} must be a readable JSON file: {exc}") from exc
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got a {type(found).__name__}")
-    return found
 
 
 @contextmanager
@@ -97,7 +87,7 @@ def own_files(
     if (folder / SINGLE).exists() or not (folder / INDEX).is_file():
         yield path
         return
-    index = _read_object(folder / INDEX)
+    index = read_object(folder / INDEX)
     own = _own_weights(folder, family, start, end, num_layers=num_layers, tied=tied)
     for file in sorted(set(own.values())):
         if not (folder / file).is_file():

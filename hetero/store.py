@@ -1,6 +1,5 @@
 """Where a model's files are: the built-in tiny model, a local folder, the user's cache, the hub."""
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from hetero import hub
 from hetero.errors import ConfigError
-from hetero.folders import checked_name, fetched_folder, flat_name, is_plain_name, one_line
+from hetero.folders import checked_name, fetched_folder, flat_name, is_plain_name, read_object
 from hetero.shards import own_weight_files
 from hetero.tensor_files import read_entries
 from hetero.tiny import TINY, make_tiny, tiny_config
@@ -51,16 +50,16 @@ def find_config(
     folder = _local_folder(path, revision, models_dir, cache, local_paths)
     folder = folder or hub.snapshot(path, revision)
     if folder is not None:
-        return _read_object(folder / "config.json"), folder
+        return read_object(folder / "config.json"), folder
     shape = shapes_dir / f"{flat_name(path)}.json" if shapes_dir is not None else None
     if shape is not None and shape.is_file():
-        return _read_object(shape), None
+        return read_object(shape), None
     hub.ask(path, revision, ["config.json"])
     from huggingface_hub import hf_hub_download
 
     with hub.refusals_in_one_line(path, revision):
         file = Path(hf_hub_download(path, "config.json", revision=revision))
-    return _read_object(file), file.parent
+    return read_object(file), file.parent
 
 
 def find_weights(
@@ -205,7 +204,7 @@ def _weights_fault(folder: Path, layers: tuple[int, int] | None = None) -> str |
     """What keeps the folder's layers from being loaded, as the rest of a sentence; None: nothing."""
     names = [_WEIGHTS]
     if not (folder / _WEIGHTS).exists() and (folder / _INDEX).is_file():
-        weight_map = _read_object(folder / _INDEX).get("weight_map")
+        weight_map = read_object(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             return f"has a {_INDEX} without a weight_map; copy it again"
         names = sorted({str(name) for name in weight_map.values()})
@@ -243,13 +242,3 @@ def _is_lfs_pointer(file: Path) -> bool:
     """A clone without Git LFS holds such text files; a safetensors file cannot start so (it starts with a length)."""
     with file.open("rb") as stream:
         return stream.read(8) == b"version "
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{file} must be a readable JSON file: {one_line(exc)}") from exc
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got a {type(content).__name__}")
-    return content
