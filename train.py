@@ -14,6 +14,7 @@ def train(raw: dict[str, Any], run_dir: Path) -> bool:
         Whether somebody ended it before its last step.
     """
     from hetero.config import SHAPES_DIR
+    from hetero.inputs import check_inputs
     from hetero.resolve import resolve
     from hetero.roles import worker_here
 
@@ -35,6 +36,7 @@ def train(raw: dict[str, Any], run_dir: Path) -> bool:
             allow_targets=resolved.config.allow_targets,
         )
         return False
+    check_inputs(resolved)
     from hetero.coordinate import coordinate
     from hetero.summary import log_summary
 

@@ -68,8 +68,9 @@ def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
     assert match is not None
     rule, parts = match["rule"], _parts(match["path"] or "$")
     value, hint = raw, type_
-    shown = root
+    shown, usual = root, ""
     for part in parts:
+        usual = _usual(hint, part)
         hint = _hint_of(hint, part)
         if part == "..." and isinstance(value, dict):  # msgspec does not say which
             part = next((key for key, item in value.items() if not _fits(item, hint)), part)
@@ -90,9 +91,8 @@ def _explain(message: str, raw: Any, type_: Any, root: str) -> str:
     if "matching regex" in rule and "auto|" in rule:
         rule = "auto, or a device type with an optional index such as cuda:1"
     rule = re.sub(r", got `.*`$", "", rule).removeprefix("Expected ").replace("`", "")
-    return (
-        f"{shown or 'the configuration'} must be {rule}, got {_shorten(value)}{_remedy(value, hint)}{_own_remedy(hint)}"
-    )
+    own = _own_remedy(hint) or (usual and f"; for example {shown}={usual}")
+    return f"{shown or 'the configuration'} must be {rule}, got {_shorten(value)}{_remedy(value, hint)}{own}"
 
 
 def _remedy(value: Any, hint: Any) -> str:
@@ -149,6 +149,16 @@ def _hint_of(hint: Any, part: str | int) -> Any:
         if get_origin(option) in (list, dict):
             return get_args(option)[-1]
     return Any
+
+
+def _usual(hint: Any, part: str | int) -> str:
+    """The default of a field that is a number; empty where it has none."""
+    for option in _options(hint):
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            for field in msgspec.structs.fields(option):
+                if field.encode_name == part and type(field.default) in (int, float):
+                    return f"{field.default:g}"
+    return ""
 
 
 def _options(hint: Any) -> list[Any]:

@@ -6,7 +6,6 @@ Reads config.json files only: no torch, no transformers, no weights, no worker.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
             tied=facts.tie_word_embeddings,
             quantizations=[stage.quantization or config.model.quantization for stage in stages],
         )
-        _check_for_training(config, stages)
+        _check_for_training(config)
         if config.data.packing:
             _check_packing(config, family, router_loss_of(config.model.router_aux_loss, experts) is not None)
         _check_hosts(config)
@@ -221,20 +220,12 @@ def _check_sizes(config: Config, facts: ModelFacts, max_length: int) -> None:
         )
 
 
-def _check_for_training(config: Config, stages: list[StageSpec]) -> None:
+def _check_for_training(config: Config) -> None:
     loop, data = config.loop, config.data
     if (loop.steps is None) == (loop.epochs is None):
         raise ConfigError(f"loop must give steps or epochs and null for the other, got {loop.steps} and {loop.epochs}")
     if data.source != "pydocs" and not data.path:
         raise ConfigError(f"data.path must be given for data={data.source}: data.path=FILE")
-    if data.source == "jsonl" and data.path and not Path(data.path).expanduser().exists():
-        raise ConfigError(f"data.path must be a file of JSON lines, found nothing at {Path(data.path).absolute()}")
-    init_from = config.adapter.init_from
-    if init_from is not None and not Path(init_from).expanduser().is_dir():
-        raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found none at {init_from}")
-    for index, stage in enumerate(stages):
-        if stage.quantization == "nf4" and (index == 0 or config.hardware.launch == "local"):
-            _need_bitsandbytes(index, stage)
 
 
 def _check_packing(config: Config, family: Family, with_router_loss: bool) -> None:
@@ -250,16 +241,6 @@ def _check_packing(config: Config, family: Family, with_router_loss: bool) -> No
             f"packed rows would count in it, got {config.loop.microbatch_size} and {config.data.bucket}; or "
             "model.router_aux_loss=off"
         )
-
-
-def _need_bitsandbytes(index: int, stage: StageSpec) -> None:
-    try:
-        importlib.import_module("bitsandbytes")
-    except ImportError as exc:
-        raise ConfigError(
-            f"quantization=nf4 on stage {index} ({stage.id}, device {stage.device or 'auto'}) needs the package "
-            f"bitsandbytes, which cannot be imported here: pip install bitsandbytes, or model.quantization=none ({exc})"
-        ) from None
 
 
 def _check_hosts(config: Config) -> None:

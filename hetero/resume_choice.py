@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +104,6 @@ def _named(given: Path, resume: str) -> Choice:
                 return _told(Choice(found, None, resume))
         if (step := step_of(given.absolute().name)) is not None and step[1] != ".tmp":
             return _told(Choice(given.absolute().parent, step[0], resume))
-    if not is_there and difflib.get_close_matches(resume.lower(), ["latest"], cutoff=0.7):
-        raise ConfigError(
-            f"checkpoint.resume must be latest, a step number, or a run's folder, got {resume!r}; did you mean latest?"
-        )
     what = "it is a file" if is_there and not is_folder else f"found no checkpoint in {given.absolute()}"
     if is_folder and given.name.endswith(".tmp"):
         what = "it is a save that was interrupted before it was complete"

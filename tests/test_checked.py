@@ -87,8 +87,8 @@ def test_plain_data_and_json_become_the_same_typed_data() -> None:
         ({"table": {"a": 1, "b": "2"}}, "table.b must be int, got '2'"),
         ({"table": {3: 1}}, "table must have text for keys, got {3: 1}"),
         ({3: 1}, "the configuration must have text for keys, got {'inner': {'rank': 1}, 3: 1}"),
-        ({"ratio": 1}, "ratio must be float < 1.0, got 1"),
-        ({"ratio": -0.5}, "ratio must be float >= 0.0, got -0.5"),
+        ({"ratio": 1}, "ratio must be float < 1.0, got 1; for example ratio=0"),
+        ({"ratio": -0.5}, "ratio must be float >= 0.0, got -0.5; for example ratio=0"),
         ({"ratio": float("nan")}, "ratio must be a finite number, got nan"),
         ({"items": [{"rank": float("inf")}]}, "items[0].rank must be a finite number, got inf"),
         ({"name": ""}, "name must be str of length >= 1, got ''"),
@@ -103,7 +103,7 @@ def test_plain_data_and_json_become_the_same_typed_data() -> None:
 def test_every_mistake_is_one_line_with_key_rule_and_value(change: dict[Any, Any], message: str) -> None:
     assert refusal({**GOOD, **change}) == message
     if not message.startswith("the configuration"):
-        assert refusal({**GOOD, **change}, root="model") == f"model.{message}"
+        assert refusal({**GOOD, **change}, root="model") == f"model.{message}".replace("example ", "example model.")
 
 
 def test_missing_key_at_the_top_is_named() -> None:

@@ -139,20 +139,16 @@ def test_folder_of_a_step_is_exactly_that_step(tmp_path: Path, monkeypatch: pyte
     [
         ("FILE", None, "checkpoint.resume must be latest, a step number, a run's folder .* got FILE: it is a file"),
         ("latest", "FILE", "checkpoint.dir=FILE must be a folder that can be read: FILE: Not a directory"),
-        ("lastest", None, "checkpoint.resume must be latest, .* got 'lastest'; did you mean latest?"),
-        ("Latest", None, "got 'Latest'; did you mean latest?"),
         ("l" * 299, None, "checkpoint.resume=l+ cannot be read: File name too long"),
     ],
-    ids=["file", "dir", "typo", "case", "long"],
+    ids=["file", "dir", "long"],
 )
 def test_what_is_no_folder_of_a_run_is_named(tmp_path: Path, resume: str, own: str | None, said: str) -> None:
     file = str(tmp_path / "notes.txt")
     Path(file).touch()
     with pytest.raises(ConfigError) as caught:
         find_checkpoints(resume.replace("FILE", file), own and own.replace("FILE", file), tmp_path)
-    assert re.search(said.replace("FILE", re.escape(file)).replace("latest?", r"latest\?"), str(caught.value)), (
-        caught.value
-    )
+    assert re.search(said.replace("FILE", re.escape(file)), str(caught.value)), caught.value
 
 
 def test_run_that_still_goes_on_is_not_the_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
