@@ -78,7 +78,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         if launched is not None:
             spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
         saved = about_of(spec, run_id, run_dir, settings, model, versions(), beginning.owner.before)
-        saver = Saver(beginning.store, resolved.config.checkpoint, saved)
+        saver = Saver(beginning.store, resolved.config.checkpoint, saved, safe=start.step)
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with _logging_to(loggers, about, start.records):

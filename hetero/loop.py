@@ -98,7 +98,7 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     norm = global_norm([*norms.tolist(), *_other_norms(training.session, others)])
     factor = clip_factor(norm, training.spec.loop.max_grad_norm)
     save = None
-    training.saver.wait_for_one_before(step, training.session)
+    training.saver.wait_for_save(step, training.session)
     if training.saver.due(step, busy=training.session.is_saving()):
         save = training.saver.begin(step, training.shapes)
     training.session.apply(factor, save)

@@ -35,10 +35,13 @@ class Saver:
         store: where checkpoints lie; None where none are wanted.
         spec: how often.
         about: what every checkpoint says of its run.
+        safe: step that a fault before the first checkpoint goes back to.
     """
 
-    def __init__(self, store: CheckpointStore | None, spec: CheckpointSpec, about: dict[str, Any]) -> None:
-        self.store, self._spec, self._about = store, spec, about
+    def __init__(
+        self, store: CheckpointStore | None, spec: CheckpointSpec, about: dict[str, Any], safe: int = 0
+    ) -> None:
+        self.store, self._spec, self._about, self._safe = store, spec, about, safe
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._failures = 0
@@ -47,24 +50,26 @@ class Saver:
         self._last_at = time.monotonic()
         self.last_saved: int | None = None
 
-    def wait_for_one_before(self, step: int, session: CoordinatorSession) -> None:
-        """Before a step whose number makes a checkpoint due: waits for the one before, until it is on the disk.
+    def wait_for_save(self, step: int, session: CoordinatorSession) -> None:
+        """Before a step is taken: waits for a checkpoint on its way, where a fault would else cost over an interval.
 
-        So a fault costs less than two intervals of `every_steps`, however slow the disk is; a disk that takes less than
-        an interval for a checkpoint is never waited for.
+        So never more than `every_steps` finished steps are taken again, however slow the disk is. The forward and
+        backward of the step after a checkpoint run beside its saving; a save that takes no longer is never waited for.
 
         Raises:
             PeerError: a worker was lost while its state was on its way.
         """
-        if self.store is None or not self._by_steps(step):
+        every = self._spec.every_steps
+        if self.store is None or every is None:
             return
         began, said = time.monotonic(), False
-        while session.is_saving() or self._is_writing():
+        while step - self._safe > every and (session.is_saving() or self._is_writing()):
             if not said and time.monotonic() - began > _SAY_AFTER_S:
                 log.warning(
-                    "step %d waits for the checkpoint before it: checkpoint.every_steps=%s is less than saving takes",
+                    "step %d waits for the checkpoint before it, so that a fault costs %d steps at most; saving takes "
+                    "longer than a step here",
                     step,
-                    self._spec.every_steps,
+                    every,
                 )
                 said = True
             _wait(session.inbox)
@@ -129,7 +134,7 @@ class Saver:
             return
         try:
             self.store.save(Snapshot(step, tensors, self._about))
-            self._failures, self.last_saved = 0, step
+            self._failures, self.last_saved, self._safe = 0, step, step
         except CheckpointError as exc:
             self._failures += 1
             log.warning("%s", exc)

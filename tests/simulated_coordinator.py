@@ -239,12 +239,12 @@ class Coordinator(Process):
         return step
 
     def check_lost(self, step: int) -> None:
-        """Less than two intervals of finished steps are lost: the checkpoint of one is on the disk before the next."""
+        """No more than an interval of finished steps is lost: the step after it waits for its checkpoint."""
         sim = self.sim
         reached = sim.store.records[-1] if sim.store.records else 0
         lost = reached - step
         sim.max_lost = max(sim.max_lost, lost)
-        require(lost < 2 * sim.every_steps, "%d steps are lost, checkpoints come every %d", lost, sim.every_steps)
+        require(lost <= sim.every_steps, "%d steps are lost, checkpoints come every %d", lost, sim.every_steps)
 
     def last_step(self) -> int:
         records = self.sim.store.records
@@ -331,10 +331,12 @@ class Coordinator(Process):
         factor = clip_factor(norms)
         session.raise_failure()
         gathering = None
-        if step % sim.every_steps == 0:
-            while self.writing or control.is_saving():
-                yield from _pause(session.inbox)
-            session.raise_failure()
+        while step - max(self.start_step, self.last_saved or 0) > sim.every_steps and (
+            self.writing or control.is_saving()
+        ):
+            yield from _pause(session.inbox)
+        session.raise_failure()
+        if step % sim.every_steps == 0 and not (self.writing or control.is_saving()):
             gathering = session.gathering = Gathering(sim.num_stages, step, self.write)
         session.perform(control.apply(factor, save=gathering is not None))
         yield sleep(sim.moment())

@@ -122,9 +122,7 @@ def check(matrix: Matrix, case: Case, outputs: Path) -> None:
     matrix.died.add(case.name)
     matrix.repeated[case] = repeated
     assert_same(result_of(last.run_dir), matrix.expected)
-    # A save goes on beside training, so what a coordinator loses with it is less than two intervals.
-    most = 2 * EVERY - 1 if case.victim == "coordinator" else EVERY
-    assert 0 <= repeated <= most, f"{repeated} steps were taken again\n{lent.all_logs()}"
+    assert 0 <= repeated <= EVERY, f"{repeated} steps were taken again\n{lent.all_logs()}"
     assert time.monotonic() - began < LIMIT_S
     # A run that begins again knows nothing of the folder of the one before.
     assert not leftovers(outputs if last.began_at() or case.victim != "coordinator" else last.run_dir)

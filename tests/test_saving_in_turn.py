@@ -65,38 +65,56 @@ class Session:
         return False
 
 
-def test_a_due_step_waits_until_the_checkpoint_before_is_on_the_disk(tmp_path: Path) -> None:
-    """So fewer than two intervals of steps are lost, whenever the process dies."""
+def saver_at(folder: Path, disk: Disk, safe: int = 0) -> Saver:
+    return Saver(CheckpointStore(folder / "c", disk=disk), CheckpointSpec(every_steps=3), {}, safe=safe)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_the_step_after_a_checkpoint_waits_until_it_is_on_the_disk(tmp_path: Path, start: int) -> None:
+    """So no more than an interval of steps is lost, whenever the process dies."""
     disk, session = SlowDisk(), cast(CoordinatorSession, Session())
-    saver = Saver(CheckpointStore(tmp_path / "c", disk=disk), CheckpointSpec(every_steps=3), {})
+    saver = saver_at(tmp_path, disk, start)
     try:
-        saver.wait_for_one_before(3, session)  # there is none
-        begin(saver, 3)
-        for step in (4, 5):
-            saver.wait_for_one_before(step, session)  # training goes on meanwhile
+        for step in (1, 2, 3, 4):
+            saver.wait_for_save(start + step, session)  # nothing is being saved
+        begin(saver, start + 2)  # by time
+        saver.wait_for_save(start + 3, session)
         came: list[int | None] = []
         waiting = threading.Thread(
-            target=lambda: came.append(saver.wait_for_one_before(6, session) or saver.last_saved)
+            target=lambda: came.append(saver.wait_for_save(start + 4, session) or saver.last_saved)
         )
         waiting.start()
         waiting.join(0.2)
         assert came == []
         disk.go_on.set()
         waiting.join(20)
-        assert came == [3] and saver.due(6)
+        assert came == [start + 2]
+        saver.wait_for_save(start + 5, session)
     finally:
         disk.go_on.set()
         saver.close()
 
 
+def test_a_checkpoint_that_cannot_be_written_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
+    saver = saver_at(tmp_path, Disk())
+    try:
+        begin(saver, 3)
+        saver.settle()
+        saver.wait_for_save(4, cast(CoordinatorSession, Session()))
+        assert saver.last_saved is None
+    finally:
+        saver.close()
+
+
 def test_a_worker_that_is_lost_ends_the_wait(tmp_path: Path) -> None:
     disk, session = SlowDisk(), Session()
-    saver = Saver(CheckpointStore(tmp_path / "c", disk=disk), CheckpointSpec(every_steps=3), {})
+    saver = saver_at(tmp_path, disk)
     try:
         begin(saver, 3)
         session.inbox.fail(PeerError("is gone", lost=True))
         with pytest.raises(PeerError, match="is gone"):
-            saver.wait_for_one_before(6, cast(CoordinatorSession, session))
+            saver.wait_for_save(4, cast(CoordinatorSession, session))
     finally:
         disk.go_on.set()
         saver.close()
