@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from hetero.errors import ConfigError
 from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of, layer_of
 from hetero.keys import key64
 from hetero.models import AddsNothing, PassThrough
+from hetero.peft_import import load_peft
 from hetero.spec import AdapterSpec, StageSpec
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
     Raises:
         ConfigError: a target matches nothing, or tied embeddings would train.
     """
-    hide_broken_bitsandbytes()
+    load_peft(four_bit=False)
     from peft import get_peft_model, get_peft_model_state_dict
 
     family = family_of(whole.config.model_type)
@@ -191,14 +191,6 @@ def _notes(spec: AdapterSpec, peft_model: Any) -> list[str]:
     ]
 
 
-def hide_broken_bitsandbytes() -> None:
-    """PEFT imports bitsandbytes wherever it is installed, so one that cannot be imported would break plain LoRA too."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-
-
 def _refuse_trained_embedding(shapes: dict[str, list[int]], family: Family) -> None:
     """Judged by what would train, since a target may also be a regular expression."""
     if any(f".{family.embedding}." in key for key in shapes):
@@ -219,6 +211,7 @@ def attach(model: Any, adapter: ResolvedAdapter, seed: int) -> Any | None:
     Raises:
         ConfigError: a module that is to train in full is in 4 bits here.
     """
+    load_peft(four_bit=bool(getattr(model, "is_loaded_in_4bit", False)))
     from peft import get_peft_model
 
     config = _share_of(adapter, model)

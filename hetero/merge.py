@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
-from hetero.adapters import hide_broken_bitsandbytes
 from hetero.errors import ConfigError, HeteroError
 from hetero.fingerprint import difference, fingerprint
 from hetero.folders import write_folder
 from hetero.full_merge import Merger
 from hetero.merge_sources import Source, find_base, find_source, find_stages
+from hetero.peft_import import load_peft
 from hetero.versions import versions
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--dtype needs --full")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        hide_broken_bitsandbytes()
+        load_peft(four_bit=False)
         _refuse_existing(given.out)
         source = find_source(given.run, given.base) if given.run is not None else find_stages(given.stages)
         log.info("adapter: %s", source.origin)
