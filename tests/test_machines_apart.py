@@ -111,7 +111,7 @@ def results(record: dict[str, Any]) -> dict[str, Any]:
 # ---- two machines
 
 
-@pytest.mark.parametrize("default_route", [True, False])
+@pytest.mark.parametrize("default_route", [True, pytest.param(False, marks=pytest.mark.by_hand)])
 def test_two_machines_train_as_the_readme_says(tmp_path: Path, alone: Expected, default_route: bool) -> None:
     """With a default route the machines have `.local` names and b another network card; without, addresses only."""
     with netns.lan(tmp_path, "a", "b", prefix="198.51.100", local_names=default_route) as (a, b):
@@ -230,7 +230,7 @@ def test_three_machines_on_one_network_train_as_chain_and_as_star(
             assert_same(*train(a, entries(c, b), *THREE, "transport.topology=star"), alone(THREE))
 
 
-@pytest.mark.parametrize("reason", ["network is unreachable", "timed out"])
+@pytest.mark.parametrize("reason", [pytest.param("network is unreachable", marks=pytest.mark.by_hand), "timed out"])
 def test_workers_that_cannot_reach_one_another_train_as_star(
     tmp_path: Path, server: ForkServer, alone: Expected, reason: str
 ) -> None:
@@ -327,6 +327,7 @@ def test_firewall_that_drops_in_the_middle_of_a_run_is_noticed_at_both_ends(tmp_
                 error_of(training.wait(silence_s + END_S))
 
 
+@pytest.mark.by_hand
 def test_slow_line_makes_a_run_slow_and_does_not_end_it(tmp_path: Path, server: ForkServer, alone: Expected) -> None:
     """A message takes longer than a peer may be silent: 10 MiB at 20 Mbit/s are 4 s."""
     wide = ["loop.steps=1", "loop.batch_size=160", "loop.microbatch_size=160", "data.max_length=128"]

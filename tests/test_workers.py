@@ -199,7 +199,7 @@ def test_sweep_over_three_stages_runs_on_the_same_workers(
     assert found == [pytest.approx(alone, abs=1e-5)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_sweep_starts_and_ends_local_workers_job_by_job(tmp_path: Path, data: list[str], alone: list[float]) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     outcome = run_here(
@@ -364,7 +364,7 @@ def test_killed_worker_binds_its_port_again_at_once(tmp_path: Path) -> None:
 # ---- faults
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_killed_worker_ends_the_run_by_name_and_the_others_go_on(
     tmp_path: Path, data: list[str], alone: list[float], workers: tuple[Worker, Worker]
 ) -> None:
@@ -419,7 +419,7 @@ def test_killed_coordinator_leaves_workers_that_listen(
 # ---- ends by hand
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_busy_worker_refuses_for_now_and_ctrl_c_frees_it(
     tmp_path: Path, data: list[str], alone: list[float], workers: tuple[Worker, Worker]
 ) -> None:
@@ -438,7 +438,7 @@ def test_busy_worker_refuses_for_now_and_ctrl_c_frees_it(
     assert_serves(tmp_path, data, alone, *workers)
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_ctrl_c_twice_leaves_no_launched_worker_and_no_port(tmp_path: Path, data: list[str]) -> None:
     """Case F12."""
     with started("train", *data, *FOREVER, f"outputs={tmp_path}") as train:
@@ -465,7 +465,7 @@ def test_launched_worker_ends_with_a_coordinator_that_is_killed_before_it_joins(
         train.assert_gone(START_S)
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_terminated_run_frees_its_workers(
     tmp_path: Path, data: list[str], alone: list[float], workers: tuple[Worker, Worker]
 ) -> None:
