@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import torch
 
+from hetero.best import BEST, Best
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import CheckpointError, HeteroError, NumericError
 from hetero.failpoints import hit
@@ -35,10 +37,18 @@ class Saver:
         store: where checkpoints lie; None where none are wanted.
         spec: how often.
         about: what every checkpoint says of its run.
+        needs: whether a step has to be saved whatever `spec` says, since it may be the best one.
     """
 
-    def __init__(self, store: CheckpointStore | None, spec: CheckpointSpec, about: dict[str, Any]) -> None:
-        self.store, self._spec, self._about = store, spec, about
+    def __init__(
+        self,
+        store: CheckpointStore | None,
+        spec: CheckpointSpec,
+        about: dict[str, Any],
+        needs: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self.store, self._spec, self._about, self._needs = store, spec, about, needs
+        self._best: Best | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._failures = 0
@@ -70,7 +80,13 @@ class Saver:
             _wait(session.inbox)
 
     def _by_steps(self, step: int) -> bool:
-        return self._spec.every_steps is not None and step % self._spec.every_steps == 0
+        return (self._spec.every_steps is not None and step % self._spec.every_steps == 0) or self._needs(step)
+
+    def keep_best(self, best: Best | None) -> None:
+        """Later checkpoints remember this step, and its own stays beyond `keep_last`."""
+        self._best = best
+        if self.store is not None:
+            self.store.kept_step = best.step if best is not None and best.folder is None else None
 
     def _is_writing(self) -> bool:
         return self._writing is not None and not self._writing.done()
@@ -102,8 +118,12 @@ class Saver:
             shapes: stage -> global key -> shape.
         """
         self._last_at, self._is_due = time.monotonic(), False
-        self._begun = Gathering(step, shapes, self._all_here)
+        about = self._about_now()  # an evaluation after a later step may end before all of this one's state is here
+        self._begun = Gathering(step, shapes, lambda step, tensors: self._all_here(step, tensors, about))
         return self._begun
+
+    def _about_now(self) -> dict[str, Any]:
+        return self._about | ({} if self._best is None else {BEST: msgspec.to_builtins(self._best)})
 
     def own_part(self, member: Member) -> dict[str, torch.Tensor] | None:
         """Adds this process's state to a checkpoint that has begun; after the step is logged, so no log lacks it.
@@ -119,16 +139,16 @@ class Saver:
         hit("coordinator.state_taken")
         return state
 
-    def _all_here(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        self._writing = self._writer.submit(self._write, step, tensors)
+    def _all_here(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+        self._writing = self._writer.submit(self._write, step, tensors, about)
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
         assert self.store is not None
         if (bad := not_finite(tensors)) is not None:
             log.warning("step %d is not saved: %s is not finite", step, bad)
             return
         try:
-            self.store.save(Snapshot(step, tensors, self._about))
+            self.store.save(Snapshot(step, tensors, about))
             self._failures, self.last_saved = 0, step
         except CheckpointError as exc:
             self._failures += 1
@@ -179,7 +199,7 @@ class Saver:
         if (bad := not_finite(found)) is not None:
             raise NumericError(f"{bad} is not finite after step {step}; a lower optimizer.lr may help")
         if self.store is not None and self.last_saved != step:
-            self._write(step, found)
+            self._write(step, found, self._about_now())
         return found
 
 

@@ -148,6 +148,7 @@ def run_stages(
                 dtype=spec.boundary_dtypes[i],
                 max_rows=spec.loop.microbatch_size,
                 max_length=spec.max_length,
+                max_eval_rows=spec.loop.eval_rows,
                 num_experts=spec.router_loss.num_experts if spec.router_loss is not None else 0,
             )
             end.start()
