@@ -74,7 +74,8 @@ def evaluate(evaluation: Evaluation, member: Member, session: CoordinatorSession
     if record["eval_loss"] is None:
         log.warning("the evaluation after step %d gave a loss that is not finite", step)
     else:
-        log.info("evaluation after step %d: %s (%.1f s)", step, evaluation_shown(record), time.perf_counter() - began)
+        when = f"evaluation after step {step}" if step else "evaluation"
+        log.info("%s: %s (%.1f s)", when, evaluation_shown(record), time.perf_counter() - began)
     evaluation.on_record(record)
 
 
