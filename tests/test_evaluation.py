@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def test_a_head_with_an_adapter_counts_without_its_dropout(tiny: Tiny, rows: lis
     spec = make_spec(tiny("llama"), (3,), adapter=adapter)
     stages = build_stages(spec, tiny("llama"))
     initial = lively({key: value for stage in stages for key, value in stage.state().items()})
-    outcome = run_stages(spec, stages, [], initial=initial, evaluated=cut(rows[:3], 2))
+    outcome = run_stages(spec, stages, [], initial=initial, evaluated=cut(rows[:3], 1))
     assert outcome.eval_losses == pytest.approx([reference_loss(tiny("llama"), rows[:3], lora, initial)], abs=1e-5)
 
 
@@ -274,7 +275,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(overrides: list[str], m
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("lines", "message"),
     [
         (["nonsense"], r"eval\.jsonl line 1 must be a JSON object"),
         ([{"colour": "red"}], r"eval\.jsonl line 1 must have the keys of"),
@@ -284,9 +285,9 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(overrides: list[str], m
     ],
 )
 def test_bad_rows_are_refused_before_any_worker_is_asked(
-    rows: list[Any], message: str, tiny: Tiny, rows_file: Path, tmp_path: Path
+    lines: list[Any], message: str, tiny: Tiny, rows_file: Path, tmp_path: Path
 ) -> None:
-    file = write_jsonl(tmp_path / "eval.jsonl", rows)
+    file = write_jsonl(tmp_path / "eval.jsonl", lines)
     nobody = "hardware.workers=[{id: w1, host: 127.0.0.1, port: 9}]"  # asking would take the connect timeout
     outcome = run_here(
         "train", f"model.path={tiny('llama')}", "data=jsonl", f"data.path={rows_file}", f"data.eval_path={file}",
@@ -294,8 +295,6 @@ def test_bad_rows_are_refused_before_any_worker_is_asked(
     )  # fmt: skip
     assert outcome.code == 2 and outcome.seconds < 20
     last = outcome.text.splitlines()[-1]
-    import re
-
     assert re.search(message, last), outcome.text
 
 
@@ -322,7 +321,7 @@ def eval_file(rows: list[Example], tmp_path_factory: pytest.TempPathFactory) -> 
     """Rows of several forms, one without a label."""
     lines: list[dict[str, Any]] = [{"input_ids": row.input_ids, "labels": row.labels} for row in rows[:5]]
     lines += [{"text": "Running text."}, {"prompt": "Two and two?", "completion": "Four."}]
-    lines += [{"messages": [{"role": "user", "content": "Hi"}]}]
+    lines += [{"instruction": "Say it.", "output": "It."}, {"input_ids": [5, 6], "labels": [-100, -100]}]
     return write_jsonl(tmp_path_factory.mktemp("eval") / "eval.jsonl", lines)
 
 
@@ -395,7 +394,7 @@ def test_adapter_of_the_best_step_evaluates_to_its_loss(
         "tokens": best["tokens"],
     }
     assert f"loss {best['eval_loss']:.4f}" in outcome.text.splitlines()[-1]
-    assert "1 of 8 rows" in outcome.text and "have no label to train" in outcome.text
+    assert "1 of 9 rows" in outcome.text and "have no label to train" in outcome.text
     assert not (tmp_path / "run" / "adapter").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
 
