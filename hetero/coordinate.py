@@ -88,7 +88,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
             beginning.store,
             resolved.config.checkpoint,
             saved,
-            needs=lambda step: keeps_best and is_due(loop, step, num_steps),
+            needs=lambda step: keeps_best and step < num_steps and is_due(loop, step, num_steps),  # it saves the last
         )
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)

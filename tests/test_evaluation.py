@@ -17,7 +17,7 @@ from conftest import Tiny
 from pipeline import Outcome, build_stages, lively, make_spec, run_stages, same_bits
 from processes import composed, metrics, run_here, train_here, write_jsonl
 from reference import whole_model
-from resuming import COMMON, STOPS
+from resuming import COMMON, SINGLE, STOPS
 from safetensors.torch import load_file
 from threads import hardware_of, worker_threads
 
@@ -414,11 +414,12 @@ def test_base_model_is_evaluated_without_an_adapter_on_the_rows_of_data(
 def test_run_that_goes_on_has_the_evaluations_and_the_best_of_one_that_never_stopped(
     whole: Path, base: list[str], ports: list[int], tmp_path: Path, in_place: bool
 ) -> None:
-    where = [*three_stages(ports), *([f"checkpoint.dir={tmp_path / 'kept'}"] if in_place else [])]
-    train_here(tmp_path / "stopped", *base, *where, *STOPS)
+    own = [SINGLE, f"checkpoint.dir={tmp_path / 'kept'}"] if in_place else []
+    train_here(tmp_path / "stopped", *base, *(own or [SINGLE]), *STOPS)
     assert [record["step"] for record in evaluations(tmp_path / "stopped")] == [0, 3]
+    assert min(evaluations(whole)[1:], key=lambda record: record["eval_loss"])["step"] == 3  # the first run's
     resume = "latest" if in_place else tmp_path / "stopped"
-    train_here(tmp_path / "run", *base, *where, f"checkpoint.resume={resume}")
+    train_here(tmp_path / "run", *base, *(own or three_stages(ports)), f"checkpoint.resume={resume}")
     assert evaluations(tmp_path / "run") == evaluations(whole)
     assert metrics(tmp_path / "run")[-1]["loss"] == metrics(whole)[-1]["loss"]
     ours, theirs = (
