@@ -151,6 +151,8 @@ def starting_point(
     best = best_before(snapshot.about, None if own else str(source.absolute()))
     file = _log_of(snapshot, source, EVALUATIONS)
     evaluations = _records_up_to(snapshot.step, file) if file.is_file() else []
+    if not evaluations:
+        log.warning("this run's log lacks the evaluations before, because %s is not there, or empty", file)
     return dataclasses.replace(start, evaluations=evaluations, best=best)
 
 

@@ -23,9 +23,9 @@ from hetero import adapters, best, registry
 from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter
 from hetero.agreement import shapes_digest
 from hetero.best import Best
-from hetero.checkpoint import CheckpointStore
+from hetero.best_adapter import write_best
 from hetero.console import StepProgress
-from hetero.errors import HeteroError, NumericError, PeerError, printable
+from hetero.errors import NumericError, PeerError, printable
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
 from hetero.inbox import Inbox
@@ -254,7 +254,7 @@ class Run:
                 )
             )
         if self.result.task == "evaluate":
-            self._refuse_non_finite()
+            self._end_of_evaluating()
             return
         last = self._last_step()
         adapter = adapter_of(self.saver.save_last(session, member, last, self._shapes()))
@@ -263,7 +263,9 @@ class Run:
         own = {key: adapter[key] for key in member.stage.trained}
         self._keep_own_part(last, as_state(own))
         if config.checkpoint.keep_best:
-            self._write_best(last, adapter)
+            self.result.best = write_best(
+                self.result.best_dir, self._ranked(), self.saver.store, self.prepared.adapter, (last, adapter)
+            )
         hit("coordinator.adapter_written")
         if last < spec.total_steps:
             self.result.stopped = self.stop.reason
@@ -290,8 +292,11 @@ class Run:
             is_known=known.__contains__,
         )
 
-    def _refuse_non_finite(self) -> None:
-        if self.result.evaluations[-1]["eval_loss"] is None:
+    def _end_of_evaluating(self) -> None:
+        """What only evaluates has nothing to save."""
+        if not self.result.evaluations:
+            self.result.stopped = self.stop.reason
+        elif self.result.evaluations[-1]["eval_loss"] is None:
             raise NumericError("the evaluation's loss is not finite; model.dtype=float32 may help")
 
     def _keep_best(self) -> None:
@@ -300,22 +305,6 @@ class Run:
 
     def _ranked(self) -> list[Best]:
         return best.ranked(self.result.evaluations, self.start.best)
-
-    def _write_best(self, last: int, adapter: dict[str, torch.Tensor]) -> None:
-        """The adapter of the best step, from its checkpoint; of the next best where that cannot be read."""
-        for found in self._ranked():
-            try:
-                if found.step != last:
-                    store = self.saver.store if found.folder is None else CheckpointStore(Path(found.folder))
-                    assert store is not None
-                    adapter = adapter_of(store.load(found.step).tensors)
-                    check_complete(self.prepared.adapter, adapter)
-            except HeteroError as exc:
-                log.warning("step %d, with the loss %.4f, cannot be kept: %s", found.step, found.eval_loss, exc)
-                continue
-            save_adapter(self.result.best_dir, self.prepared.adapter, adapter)
-            self.result.best = found
-            return
 
     def _keep_own_part(self, step: int, state: dict[str, torch.Tensor]) -> None:
         """As every worker does: the parts of all machines make an adapter where the checkpoints are lost."""

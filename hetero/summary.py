@@ -22,7 +22,9 @@ def summary_lines(result: RunResult) -> list[str]:
     records = result.records
     lines = ["", *_evaluation_lines(result)]
     if result.task == "evaluate":
-        return lines
+        return (
+            lines if result.stopped is None else [*lines, f"stopped before the evaluation was over ({result.stopped})"]
+        )
     if records:
         elapsed = sum(record["step_time_s"] for record in records)
         tokens = sum(record["tokens"] for record in records)

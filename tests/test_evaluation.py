@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Tiny
+from conftest import VOCAB, Tiny
 from pipeline import Outcome, build_stages, lively, make_spec, run_stages, same_bits
 from processes import composed, metrics, run_here, train_here, write_jsonl
 from reference import whole_model
@@ -21,18 +23,24 @@ from resuming import COMMON, SINGLE, STOPS
 from safetensors.torch import load_file
 from threads import hardware_of, worker_threads
 
-from hetero import data, store
+from hetero import adapters, data, models, store
 from hetero.best import Best, best_before, ranked
-from hetero.checkpoint import CheckpointStore
+from hetero.best_adapter import write_best
+from hetero.checked import convert
+from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.config import SHAPES_DIR
 from hetero.data import Example, MicroBatch
 from hetero.errors import ConfigError
-from hetero.eval_rows import hold_out
+from hetero.eval_rows import hold_out, load_all
 from hetero.eval_rules import is_due
-from hetero.evaluation import PASS_MICRO_BATCHES, Evaluation, evaluation_shown, record_of
+from hetero.evaluation import PASS_MICRO_BATCHES, Evaluation, evaluate, evaluation_shown, record_of
 from hetero.evaluation import _passes as passes
 from hetero.resolve import resolve
-from hetero.spec import AdapterSpec, DataSpec, LoopSpec, RouterLossSpec, RunSpec
+from hetero.runtime import StepPlan
+from hetero.spec import AdapterSpec, Config, DataSpec, LoopSpec, RouterLossSpec, RunSpec
+from hetero.stopping import Stop
+from hetero.training_state import as_state
+from hetero.wire.headers import Ready
 
 LINEAR = {"llama": ["q_proj", "v_proj"], "qwen2": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
 
@@ -71,7 +79,7 @@ def test_loss_is_that_of_one_process_whatever_split_and_batch_size(tiny: Tiny, r
     steps, evaluated = [cut(rows[:4], 2), cut(rows[4:8], 2)], rows[7:12]
     initial: dict[str, torch.Tensor] | None = None
     trained: Outcome | None = None
-    for cuts in ((), (3,), (1, 4)):
+    for cuts in ((3,), (1, 4), *([()] if name == "llama" else [])):
         spec = make_spec(tiny(name), cuts, adapter=adapter, microbatch_size=2)
         stages = build_stages(spec, tiny(name))
         initial = initial or lively({key: value for stage in stages for key, value in stage.state().items()})
@@ -232,7 +240,105 @@ def test_the_best_is_the_smallest_finite_loss_of_a_step_that_was_taken() -> None
         best_before({"best": {"step": "three"}}, None)
 
 
+class Peerless:
+    """A run of one stage that computes nothing: each pass adds a loss of 1."""
+
+    def __init__(self, stop: Stop, after: int) -> None:
+        self.plans: list[StepPlan] = []
+        self._stop, self._after = stop, after
+
+    def begin_evaluation(self, step: int, number: int) -> None:
+        assert number == len(self.plans) + 1
+
+    def wait_ready(self) -> None:
+        return None
+
+    def evaluate(self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]]) -> Ready:
+        self.plans.append(plan)
+        if len(self.plans) == self._after:
+            self._stop.ask("SIGINT")
+        return Ready(plan.step, True, 1.0, 0, 0, 0, 0, evaluate=plan.evaluation)
+
+
+@pytest.mark.parametrize(("after", "passes_done"), [(1, 1), (3, 3), (9, 3)])
+def test_whoever_wants_the_end_waits_for_one_pass_alone(
+    rows: list[Example], caplog: pytest.LogCaptureFixture, after: int, passes_done: int
+) -> None:
+    found: list[dict[str, Any]] = []
+    many = evaluation_of(rows * 12)  # 144 micro-batches
+    evaluation = dataclasses.replace(many, on_record=found.append)
+    stop = Stop()
+    peerless: Any = Peerless(stop, after)
+    evaluate(evaluation, peerless, peerless, 4, stop)
+    assert [plan.evaluation for plan in peerless.plans] == list(range(1, passes_done + 1))
+    if after < 3:
+        assert found == [] and "the evaluation after step 4 is left out, since the run is to end" in caplog.text
+    else:
+        tokens = sum(plan.label_tokens for plan in peerless.plans)
+        assert found == [record_of(4, [3.0], tokens)]
+
+
+def test_best_step_that_cannot_be_read_is_said_and_the_next_taken(
+    tmp_path: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = AdapterSpec(r=2, alpha=4, target_modules=["q_proj"])
+    resolved = adapters.resolve(models.meta_model(tiny("llama")), spec, "base")
+    values = [{key: torch.full(shape, float(n)) for key, shape in resolved.shapes.items()} for n in (1, 2)]
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(Snapshot(4, as_state(values[0]), {}))
+    best = [Best(2, 1.0), Best(3, 1.5, str(tmp_path / "gone")), Best(4, 2.0), Best(9, 3.0)]
+    assert write_best(tmp_path / "best", best, store, resolved, (9, values[1])) == best[2]
+    assert [line.split(",")[0] for line in caplog.messages] == ["step 2", "step 3"]
+    found = load_file(tmp_path / "best" / "adapter_model.safetensors")
+    assert all(torch.equal(found[key], value) for key, value in values[0].items())
+    assert write_best(tmp_path / "last", best[3:], store, resolved, (9, values[1])) == best[3]
+    assert write_best(tmp_path / "none", [], store, resolved, (9, values[1])) is None
+
+
 # ---- rows
+
+
+def rows_of(config: Config) -> tuple[list[int], list[int]]:
+    """Ids of the rows that a configuration trains on, and of those that it evaluates on."""
+    data_set, evaluated = load_all(config, None, vocab_size=VOCAB, max_length=64)
+    return [row.row for row in data_set.examples], [row.row for row in evaluated]
+
+
+def config_of(*overrides: str) -> Config:
+    return convert(composed(*overrides), Config)
+
+
+def test_each_way_to_give_rows_is_read(rows: list[Example], rows_file: Path, tmp_path: Path) -> None:
+    other = write_jsonl(tmp_path / "test.jsonl", [{"input_ids": row.input_ids} for row in rows[:3]])
+    shutil.copy(rows_file, tmp_path / "train.jsonl")
+    every, three = list(range(12)), [0, 1, 2]
+    jsonl, hub = ["data=jsonl", f"data.path={rows_file}"], ["data=hub", f"data.path={tmp_path}"]
+    assert rows_of(config_of(*jsonl)) == (every, [])
+    assert rows_of(config_of(*jsonl, f"data.eval_path={other}")) == (every, three)
+    assert rows_of(config_of(*jsonl, f"data.eval_path={other}", "data.packing=true"))[1] == three
+    assert rows_of(config_of(*hub, "data.eval_split=test")) == (every, three)
+    assert rows_of(config_of(*hub, f"data.eval_path={other}")) == (every, three)
+    kept, held_out = rows_of(config_of(*jsonl, "data.eval_fraction=0.25", "seed=5"))
+    assert (len(kept), len(held_out)) == (9, 3) and sorted(kept + held_out) == every
+    only = "task=evaluate"
+    assert rows_of(config_of(only, *jsonl)) == (every, every)
+    assert rows_of(config_of(only, "data=jsonl", f"data.eval_path={other}")) == (three, three)
+    assert rows_of(config_of(only, *jsonl, "data.eval_fraction=0.25")) == (held_out, held_out)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.eval_split=nowhere"], r"data\.path '.*' \(data\.eval_split=nowhere\) cannot be loaded"),
+        (["data.eval_path=/no/such.csv"], r"data\.eval_path must be an existing file or folder or an id on the hub"),
+    ],
+)
+def test_a_wrong_data_set_to_evaluate_on_is_named(
+    rows_file: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    shutil.copy(rows_file, tmp_path / "train.jsonl")
+    with pytest.raises(ConfigError, match=message):
+        rows_of(config_of("data=hub", f"data.path={tmp_path}", *overrides))
 
 
 def test_held_out_rows_are_the_same_whatever_the_seed_and_never_trained_on(rows: list[Example]) -> None:
@@ -376,12 +482,13 @@ def test_evaluations_are_logged_and_the_best_step_is_kept(whole: Path) -> None:
 
 
 def test_adapter_of_the_best_step_evaluates_to_its_loss(
-    whole: Path, base: list[str], eval_file: Path, tmp_path: Path
+    whole: Path, ports: list[int], eval_file: Path, tmp_path: Path
 ) -> None:
-    """task=evaluate on one stage and another batch size; it needs no rows to train on, and writes no adapter."""
+    """task=evaluate over a star, with another batch size; it needs no rows to train on, and writes no adapter."""
     best = min(evaluations(whole)[1:], key=lambda record: record["eval_loss"])
     outcome = run_here(
-        "train", "task=evaluate", "data=jsonl", f"data.eval_path={eval_file}", "shard_plan=single",
+        "train", "task=evaluate", "data=jsonl", f"data.eval_path={eval_file}", *three_stages(ports),
+        "transport.topology=star", "schedule=gpipe",
         f"adapter.init_from={whole / 'adapter-best'}", "loop.eval_batch_size=5", f"hydra.run.dir={tmp_path / 'run'}",
         f"outputs={tmp_path}",
     )  # fmt: skip
@@ -394,7 +501,8 @@ def test_adapter_of_the_best_step_evaluates_to_its_loss(
         "tokens": best["tokens"],
     }
     assert f"loss {best['eval_loss']:.4f}" in outcome.text.splitlines()[-1]
-    assert "1 of 9 rows" in outcome.text and "have no label to train" in outcome.text
+    assert "1 of 9 rows" in outcome.text
+    assert "have no label to train" in outcome.text
     assert not (tmp_path / "run" / "adapter").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -410,7 +518,7 @@ def test_base_model_is_evaluated_without_an_adapter_on_the_rows_of_data(
     assert record["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.by_hand)])
 def test_run_that_goes_on_has_the_evaluations_and_the_best_of_one_that_never_stopped(
     whole: Path, base: list[str], ports: list[int], tmp_path: Path, in_place: bool
 ) -> None:
@@ -426,3 +534,17 @@ def test_run_that_goes_on_has_the_evaluations_and_the_best_of_one_that_never_sto
         load_file(folder / "adapter-best" / "adapter_model.safetensors") for folder in (tmp_path / "run", whole)
     )
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def test_evaluations_on_other_rows_are_not_compared(
+    whole: Path, base: list[str], rows_file: Path, tmp_path: Path
+) -> None:
+    """A run that is over goes on with another file of rows to evaluate on."""
+    args = [arg for arg in base if not arg.startswith("data.eval_path")]
+    outcome = run_here(
+        "train", *args, SINGLE, f"data.eval_path={rows_file}", f"checkpoint.resume={whole}",
+        f"outputs={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.text
+    assert "the evaluations before are left out: they were on other rows" in outcome.text
+    assert [record["step"] for record in evaluations(tmp_path / "run")] == [10]
