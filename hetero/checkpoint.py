@@ -53,6 +53,7 @@ class CheckpointStore:
             raise ConfigError(f"checkpoint.keep_last must be at least {MIN_KEEP_LAST}, got {keep_last}")
         self._folder, self._keep_last, self._disk = Path(os.path.abspath(folder)), keep_last, disk or Disk()
         self._owner = owner
+        self.kept_step: int | None = None  # stays however old it grows
         self._parent_synced = False
         self._seen_good: set[int] = set()  # written or read by this store, so not read again before others are deleted
 
@@ -242,7 +243,7 @@ class CheckpointStore:
             kept.add(step)
         # A damaged step that is newer than a good one stays: it is replaced when the run gets there, or grows old.
         doomed = [step for step in found if step not in kept and (step < min(kept) or step not in not_good)]
-        for step in sorted(doomed):
+        for step in sorted(set(doomed) - {self.kept_step}):
             self._remove(self._folder / step_name(step))
             hit("checkpoint.pruned")
         if doomed:

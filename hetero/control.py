@@ -167,6 +167,7 @@ class CoordinatorControl:
     _synced: dict[int, Synced] = field(default_factory=dict)
     _ready: dict[int, Ready] = field(default_factory=dict)
     _norms: dict[int, memoryview] = field(default_factory=dict)
+    _evaluation: int = 0  # number of the one after `step` that is under way
     _saving: set[int] = field(default_factory=set)  # stages whose state is on its way
 
     def received(self, stage: int, frame: Frame) -> list[Action]:
@@ -201,12 +202,19 @@ class CoordinatorControl:
         """The coordinator starts to compute a step."""
         self._expect(Phase.RUN)
         self.step, self._ready, self._norms = step, {}, {}  # until here a READY that comes twice is known as such
+        self._evaluation = 0
+
+    def begin_evaluation(self, step: int, number: int) -> None:
+        """The coordinator starts an evaluation after a step, the `number`-th after it in this session."""
+        self.begin_step(step)
+        self._evaluation = number
 
     def apply(self, clip_factor: float, *, save: bool = False) -> list[Action]:
         """The decision about the step that all are ready with; with `save` each then sends its state."""
         self._expect(Phase.RUN)
         assert self.step is not None
         assert len(self._ready) == len(self.peers)
+        assert not self._evaluation
         if save:
             self._begin_saving()
         return [Send(s, FrameType.APPLY, Apply(step=self.step, clip_factor=clip_factor, save=save)) for s in self.peers]
@@ -280,6 +288,8 @@ class CoordinatorControl:
 
     def _on_ready(self, stage: int, frame: Frame, header: Ready) -> list[Action]:
         self._expect_remote(Phase.RUN, frame)
+        if header.evaluate != self._evaluation:
+            raise RemoteProtocolError(f"READY of evaluation {self._evaluation} must come, got {header.evaluate}")
         if header.step != self.step or stage in self._ready:
             raise RemoteProtocolError(f"READY of step {self.step} must come once, got step {header.step}")
         if frame.payload.nbytes % 8:

@@ -17,7 +17,10 @@ import torch
 
 from hetero import hub, registry, resume
 from hetero.awake import kept_awake
+from hetero.best import EVAL_ROWS
+from hetero.data import DataSet
 from hetero.errors import ConfigError
+from hetero.eval_rules import is_due
 from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
@@ -70,7 +73,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         order = resolved.config.data
         settings = settings_of(spec, prepared.data_set.digest(), order.shuffle, order.bucket)
         model = fingerprint(prepared.model_path)
-        start = resume.starting_point(beginning, settings, model, spec, prepared.adapter.shapes)
+        eval_rows = DataSet(prepared.evaluated, "").digest() if prepared.evaluated else None
+        start = resume.starting_point(beginning, settings, model, spec, prepared.adapter.shapes, eval_rows)
         start = start or StartingPoint(state=as_state(prepared.initial))
         resume.clean(beginning)
         if goes_on:
@@ -78,10 +82,18 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         if launched is not None:
             spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
         saved = about_of(spec, run_id, run_dir, settings, model, versions(), beginning.owner.before)
-        saver = Saver(beginning.store, resolved.config.checkpoint, saved, safe=start.step)
+        keeps_best, loop = resolved.config.checkpoint.keep_best, spec.loop
+        saved |= {} if eval_rows is None else {EVAL_ROWS: eval_rows}
+        saver = Saver(
+            beginning.store,
+            resolved.config.checkpoint,
+            saved,
+            safe=start.step,
+            needs=lambda step: keeps_best and step < num_steps and is_due(loop, step, num_steps),  # it saves the last
+        )
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
-        with _logging_to(loggers, about, start.records):
+        with _logging_to(loggers, about, start):
             run = Run(
                 resolved=resolved,
                 prepared=prepared,
@@ -93,7 +105,13 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 loggers=loggers,
                 launched=launched,
                 identity=identity_of(secret),
-                result=RunResult(spec, run_dir / "adapter", records=list(start.records)),
+                result=RunResult(
+                    spec,
+                    run_dir / "adapter",
+                    records=list(start.records),
+                    task=resolved.config.task,
+                    evaluations=list(start.evaluations),
+                ),
             )
             run.through_all_sessions()
     return run.result
@@ -149,7 +167,7 @@ def _loggers(resolved: ResolvedRun, run_dir: Path) -> list[RunLogger]:
 
 
 @contextlib.contextmanager
-def _logging_to(loggers: list[RunLogger], about: dict[str, Any], before: list[dict[str, Any]]) -> Iterator[None]:
+def _logging_to(loggers: list[RunLogger], about: dict[str, Any], start: StartingPoint) -> Iterator[None]:
     """Starts the loggers with the steps before, and finishes them with the error that ended the run, if one did."""
     started: list[RunLogger] = []
     error: str | None = "interrupted"
@@ -157,8 +175,8 @@ def _logging_to(loggers: list[RunLogger], about: dict[str, Any], before: list[di
         for logger in loggers:
             logger.start(about)
             started.append(logger)
-            for record in before:
-                logger.step(record)
+            for record in sorted([*start.records, *start.evaluations], key=_place):
+                (logger.evaluation if "eval_loss" in record else logger.step)(record)
         yield
         error = None
     except Exception as exc:
@@ -167,6 +185,11 @@ def _logging_to(loggers: list[RunLogger], about: dict[str, Any], before: list[di
     finally:
         for logger in started:
             logger.finish(error)
+
+
+def _place(record: dict[str, Any]) -> tuple[int, bool]:
+    """A step's evaluation comes after the step."""
+    return record["step"], "eval_loss" in record
 
 
 def _write_run_json(

@@ -17,6 +17,8 @@ NAMES = (
     "coordinator.applied",
     "coordinator.state_taken",
     "coordinator.step_logged",
+    "coordinator.evaluating",
+    "coordinator.evaluated",
     "coordinator.before_last_gather",
     "coordinator.adapter_written",
     "checkpoint.begun",
@@ -35,6 +37,7 @@ NAMES = (
     "worker.ready_sent",
     "worker.decision_here",
     "worker.applied",
+    "worker.evaluating",
     "worker.state_taken",
     "worker.state_queued",
 )

@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 
 from hetero.errors import ConfigError
+from hetero.eval_rules import evaluation_source
 from hetero.folders import one_line
 from hetero.resolve import ResolvedRun
 from hetero.spec import Config, StageSpec
@@ -21,7 +22,7 @@ def check_inputs(resolved: ResolvedRun) -> None:
         ConfigError: one is not.
     """
     config = resolved.config
-    _check_rows(config)
+    _check_all_rows(config)
     init_from = config.adapter.init_from
     if init_from is not None and not Path(init_from).expanduser().is_dir():
         raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found none at {init_from}")
@@ -31,12 +32,18 @@ def check_inputs(resolved: ResolvedRun) -> None:
             _need_bitsandbytes(index, stage)
 
 
-def _check_rows(config: Config) -> None:
+def _check_all_rows(config: Config) -> None:
+    data = config.data
+    if data.source == "jsonl" and data.path and (config.task == "train" or data.eval_path is None):
+        _check_rows("data.path", data.path)
+    if data.eval_path is not None and evaluation_source(data).source == "jsonl":
+        _check_rows("data.eval_path", data.eval_path)
+
+
+def _check_rows(key: str, given: str) -> None:
     """A file of JSON lines is there, is a file, and holds something."""
-    if config.data.source != "jsonl" or not config.data.path:
-        return
-    path = Path(config.data.path).expanduser()
-    rule = "data.path must be a file of JSON lines"
+    path = Path(given).expanduser()
+    rule = f"{key} must be a file of JSON lines"
     try:
         if path.is_dir():
             raise ConfigError(f"{rule}, got the folder {path.absolute()}; name the file in it")

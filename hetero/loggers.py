@@ -1,4 +1,4 @@
-"""Where metrics go; a logger is a class with `start`, `step` and `finish`, written to by the coordinator alone."""
+"""Where metrics go; a logger is a class that does what `RunLogger` says, written to by the coordinator alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import IO, Any, Protocol
 from hetero import folders
 from hetero.errors import ConfigError
 
+EVALUATIONS = "eval.jsonl"  # in a run's folder
+
 
 class RunLogger(Protocol):
     """What the coordinator calls; the constructor takes `run_dir` and the group's flat arguments."""
@@ -21,23 +23,26 @@ class RunLogger(Protocol):
     def step(self, record: dict[str, Any]) -> None:
         """A step is done."""
 
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """An evaluation is done: `step`, `eval_loss`, `perplexity` (null: not finite) and `tokens`."""
+
     def rewind(self, step: int) -> None:
-        """Steps after this one will be taken again, after a fault."""
+        """Steps after this one will be taken again, after a fault, and their evaluations."""
 
     def finish(self, error: str | None) -> None:
         """The run is over; `error` says why where it failed."""
 
 
 class JsonlLogger:
-    """One JSON object for each step in `metrics.jsonl`, written through at once.
+    """One JSON object for each step in `metrics.jsonl` and for each evaluation in `eval.jsonl`, written at once.
 
     Args:
         run_dir: the run's folder.
-        file_name: of the file in it.
+        file_name: of the steps' file in it.
     """
 
     def __init__(self, run_dir: Path, file_name: str = "metrics.jsonl") -> None:
-        self._path = run_dir / file_name
+        self._path, self._eval_path = run_dir / file_name, run_dir / EVALUATIONS
         self._file: IO[str] | None = None
 
     def start(self, run: dict[str, Any]) -> None:
@@ -51,14 +56,18 @@ class JsonlLogger:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Writes a line; the first one makes the file."""
+        with self._eval_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
     def rewind(self, step: int) -> None:
         """Takes the lines of later steps out."""
         assert self._file is not None
         self._file.close()
-        kept = [
-            line for line in self._path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step
-        ]
-        folders.write_text(self._path, "".join(line + "\n" for line in kept))
+        for path in (self._path, self._eval_path):
+            if path.exists():
+                _keep_lines_up_to(path, step)
         self._file = self._path.open("a", encoding="utf-8")
 
     def finish(self, error: str | None) -> None:
@@ -66,6 +75,11 @@ class JsonlLogger:
         del error
         if self._file is not None:
             self._file.close()
+
+
+def _keep_lines_up_to(path: Path, step: int) -> None:
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
+    folders.write_text(path, "".join(line + "\n" for line in kept))
 
 
 class WandbLogger:
@@ -120,6 +134,10 @@ class WandbLogger:
         for stage in record["stages"]:
             flat |= {f"stage/{stage['id']}/{key}": value for key, value in stage.items() if key != "id"}
         self._run.log(flat, step=record["step"])
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Logs the numbers of an evaluation."""
+        self._run.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
 
     def rewind(self, step: int) -> None:
         """Nothing: the steps that are taken again have the same numbers, and those that are there already stay."""

@@ -12,6 +12,8 @@ from typing import Any
 from hetero.control import StepReady
 from hetero.data import BUCKET_MULTIPLE, Example, MicroBatch, indices_of_step, micro_batches
 from hetero.errors import NumericError, PeerError
+from hetero.eval_rules import is_due
+from hetero.evaluation import Evaluation, evaluate
 from hetero.failpoints import hit
 from hetero.member import Member
 from hetero.optim import clip_factor, global_norm
@@ -43,6 +45,7 @@ class Training:
         saver: saves everybody's state now and then.
         shapes: stage -> global key -> shape of what trains there.
         pace: knows how fast each stage usually is.
+        evaluation: on which rows, if there are any.
     """
 
     spec: RunSpec
@@ -57,6 +60,7 @@ class Training:
     stop: Stop = field(default_factory=Stop)
     shapes: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
+    evaluation: Evaluation | None = None
 
 
 def train(training: Training) -> None:
@@ -66,10 +70,24 @@ def train(training: Training) -> None:
         PeerError: a worker failed; the step is named.
         NumericError: a loss or a gradient is not finite; no stage has taken the step.
     """
+    evaluate_if_due(training, training.first_step - 1)
     for step in range(training.first_step, training.spec.total_steps + 1):
         if training.stop.reason is not None:
             return
         training.on_step(run_step(training, step))
+        evaluate_if_due(training, step)
+
+
+def evaluate_if_due(training: Training, step: int) -> None:
+    """Evaluates what `step` has left, where that is wanted and was not done before a resume or a fault.
+
+    Raises:
+        PeerError: a worker failed.
+    """
+    evaluation = training.evaluation
+    if evaluation is None or evaluation.is_known(step) or not is_due(evaluation.loop, step, training.spec.total_steps):
+        return
+    evaluate(evaluation, training.member, training.session, step, training.stop)
 
 
 def run_step(training: Training, step: int) -> dict[str, Any]:

@@ -161,6 +161,30 @@ class Member:
         self._sent_before = sent
         return ready, norms, work
 
+    def evaluate(self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]] | None = None) -> Ready:
+        """Forwards of an evaluation; what trains, gradients and random numbers stay as they are.
+
+        Returns:
+            READY as the coordinator wants it, with the sum of the label tokens' losses on the last stage.
+        """
+        assert self._runtime is not None
+        work = self._runtime.run_step(plan, batches)
+        loss = self.stage.loss() if self.stage.is_last else 0.0
+        self.stage.end_step()
+        sent = sum(link.bytes_sent() for link in self._links)
+        ready = Ready(
+            step=plan.step,
+            finite=math.isfinite(loss),
+            loss=loss if self.stage.is_last and math.isfinite(loss) else None,
+            busy_s=work.busy_s,
+            wait_s=work.wait_s,
+            bytes_sent=sent - self._sent_before,
+            memory_bytes=self.stage.device.memory_bytes(),
+            evaluate=plan.evaluation,
+        )
+        self._sent_before = sent
+        return ready
+
     def _router_loss(self) -> float | None:
         if self.stage.router is None or not self.stage.is_last:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 from hetero.control import Peer, told_by
 from hetero.errors import HeteroError, PeerError
 from hetero.inbox import Inbox
-from hetero.schedule import policy_for
+from hetero.schedule import evaluation_policy, policy_for
 from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import ADVICE, TcpTransport
@@ -30,6 +30,8 @@ def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
             ).in_flight_cap
         ),
         num_experts=spec.router_loss.num_experts if spec.router_loss is not None else 0,
+        max_eval_rows=spec.loop.eval_rows,
+        eval_cap=evaluation_policy(spec.schedule.max_in_flight).in_flight_cap,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero import adapters, data, hub, models, store
+from hetero import adapters, data, eval_rows, hub, models, store
 from hetero import device as devices
 from hetero.adapter_files import check_adapter, read_adapter
 from hetero.errors import ConfigError
@@ -30,6 +30,7 @@ class Prepared:
 
     model_path: Path
     data_set: data.DataSet
+    evaluated: tuple[data.Example, ...]
     pad_id: int
     adapter: adapters.ResolvedAdapter
     initial: dict[str, torch.Tensor]
@@ -40,8 +41,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     config = resolved.config
     model_path = store.find_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
     tokenizer = _tokenizer(model_path, config.model.path)
-    data_set = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
-    log.info("data: %s", data_set.summary)
+    limits = {"vocab_size": resolved.facts.vocab_size, "max_length": resolved.max_length}
+    data_set, evaluated = eval_rows.load_all(config, tokenizer, **limits)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
@@ -52,7 +53,7 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
+    return Prepared(model_path, data_set, evaluated, 0 if pad_id is None else pad_id, adapter, initial)
 
 
 def check_quickly(resolved: ResolvedRun) -> None:
@@ -119,8 +120,10 @@ def _loaded(path: str | Path, revision: str | None = None) -> Any:
 
 
 def total_steps(resolved: ResolvedRun, num_examples: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; none where it only evaluates."""
     loop = resolved.config.loop
+    if resolved.config.task == "evaluate":
+        return 0
     if loop.steps is not None:
         return loop.steps
     assert loop.epochs is not None

@@ -16,6 +16,7 @@ from hetero import registry, store
 from hetero.adapter_rules import check_options
 from hetero.checked import convert
 from hetero.errors import ConfigError
+from hetero.eval_rules import check_evaluation, for_task
 from hetero.experts import Experts, read_experts, router_loss_of
 from hetero.facts import ModelFacts, read_facts
 from hetero.families import Family, check_attention, check_layers, check_target_names, family_of_config
@@ -164,7 +165,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
     return ResolvedRun(
-        config=config,
+        config=for_task(config),
         facts=facts,
         family=family,
         stages=stages,
@@ -212,10 +213,12 @@ def _check_sizes(config: Config, facts: ModelFacts, max_length: int) -> None:
         raise ConfigError(
             f"data.max_length must be at most {limit} (max_position_embeddings of the model), got {data.max_length}"
         )
-    frames = loop.microbatch_size * max_length * facts.hidden_size * 4
+    rows = max(loop.microbatch_size, loop.eval_rows)
+    rows_key = "loop.microbatch_size" if rows == loop.microbatch_size else "loop.eval_batch_size"
+    frames = rows * max_length * facts.hidden_size * 4
     if frames > config.transport.max_frame_bytes:
         raise ConfigError(
-            f"transport.max_frame_bytes must hold a micro-batch ({frames} bytes: loop.microbatch_size x "
+            f"transport.max_frame_bytes must hold a micro-batch ({frames} bytes: {rows_key} x "
             f"{max_length} tokens (data.max_length) x {facts.hidden_size} x 4), got {config.transport.max_frame_bytes}"
         )
 
@@ -224,7 +227,9 @@ def _check_for_training(config: Config) -> None:
     loop, data = config.loop, config.data
     if (loop.steps is None) == (loop.epochs is None):
         raise ConfigError(f"loop must give steps or epochs and null for the other, got {loop.steps} and {loop.epochs}")
-    if data.source != "pydocs" and not data.path:
+    check_evaluation(config)
+    reads_path = config.task == "train" or data.eval_path is None
+    if data.source != "pydocs" and not data.path and reads_path:
         raise ConfigError(f"data.path must be given for data={data.source}: data.path=FILE")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 
+from hetero.best import EVAL_ROWS, Best, best_before
 from hetero.checkpoint import CheckpointStore, Owner, Snapshot
 from hetero.errors import CheckpointError, ConfigError
 from hetero.folder_lock import FolderInUse, only_one
+from hetero.loggers import EVALUATIONS
 from hetero.resolve import ResolvedRun
 from hetero.resume_choice import Choice, find_checkpoints, read_checkpoint
 from hetero.resume_settings import (
@@ -42,12 +45,16 @@ class StartingPoint:
         state: of all stages by state name; empty: as they are built.
         records: of the finished steps, as in metrics.jsonl.
         source: the checkpoints' folder; None for a run from the beginning.
+        evaluations: records of the evaluations up to there, as in eval.jsonl.
+        best: the best step up to there, where a run before kept it.
     """
 
     step: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     source: Path | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best: Best | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def starting_point(
     model: Mapping[str, str],
     spec: RunSpec,
     shapes: Mapping[str, Sequence[int]],
+    eval_rows: str | None = None,
 ) -> StartingPoint | None:
     """What a run goes on with, all of it compared with what the run is now; None for a run from the beginning.
 
@@ -118,6 +126,7 @@ def starting_point(
         model: fingerprint of the base model.
         spec: of the run.
         shapes: global key -> shape of what trains.
+        eval_rows: digest of the rows that the run evaluates on; None where it does not.
 
     Raises:
         ConfigError: something would train differently.
@@ -131,7 +140,20 @@ def starting_point(
     check_tensors(snapshot, source, shapes)
     say_what_differs(snapshot, spec)
     log.info("going on after step %d of %s", snapshot.step, run_shown(source))
-    return StartingPoint(snapshot.step, snapshot.tensors, records_before(snapshot, source), source)
+    start = StartingPoint(snapshot.step, snapshot.tensors, records_before(snapshot, source), source)
+    if eval_rows is None:
+        return start
+    if snapshot.about.get(EVAL_ROWS) != eval_rows:
+        if snapshot.about.get(EVAL_ROWS) is not None:
+            log.warning("the evaluations before are left out: they were on other rows")
+        return start
+    own = beginning.owner.before != ()
+    best = best_before(snapshot.about, None if own else str(source.absolute()))
+    file = _log_of(snapshot, source, EVALUATIONS)
+    evaluations = _records_up_to(snapshot.step, file) if file.is_file() else []
+    if not evaluations:
+        log.warning("this run's log lacks the evaluations before, because %s is not there, or empty", file)
+    return dataclasses.replace(start, evaluations=evaluations, best=best)
 
 
 def clean(beginning: Beginning) -> None:
@@ -202,13 +224,17 @@ def records_before(snapshot: Snapshot, folder: Path) -> list[dict[str, Any]]:
         snapshot: the checkpoint.
         folder: the checkpoints' folder: in the run's, which may have been moved, or one of its own.
     """
-    beside = folder.parent / METRICS
-    file = beside if folder.name == FOLDER else Path(snapshot.about.get("run_dir", folder.parent)) / METRICS
+    file = _log_of(snapshot, folder, METRICS)
     found = _records_up_to(snapshot.step, file) if file.is_file() else []
     if len(found) < snapshot.step:
         why = f"holds {len(found)} of them" if file.is_file() else "is not there"
         log.warning("this run's log lacks some of the %d steps before, because %s %s", snapshot.step, file, why)
     return found
+
+
+def _log_of(snapshot: Snapshot, folder: Path, name: str) -> Path:
+    home = folder.parent if folder.name == FOLDER else Path(snapshot.about.get("run_dir", folder.parent))
+    return home / name
 
 
 def _records_up_to(step: int, file: Path) -> list[dict[str, Any]]:

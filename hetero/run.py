@@ -19,11 +19,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetero import adapters, registry
+from hetero import adapters, best, registry
 from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter
 from hetero.agreement import shapes_digest
+from hetero.best import Best
+from hetero.best_adapter import write_best
 from hetero.console import StepProgress
-from hetero.errors import PeerError, printable
+from hetero.errors import NumericError, PeerError, printable
+from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
@@ -58,6 +61,9 @@ class RunResult:
         adapter_dir: the adapter of the whole model.
         stages: device and dtype of each stage.
         stopped: who asked for its end before its last step; None where nobody did.
+        task: what it was to do.
+        evaluations: one for each evaluation, as in eval.jsonl.
+        best: the step that checkpoint.keep_best has kept, whose adapter is in `best_dir`.
     """
 
     spec: RunSpec
@@ -65,6 +71,14 @@ class RunResult:
     records: list[dict[str, Any]] = field(default_factory=list)
     stages: list[tuple[str, str]] = field(default_factory=list)
     stopped: str | None = None
+    task: str = "train"
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best: Best | None = None
+
+    @property
+    def best_dir(self) -> Path:
+        """Where the adapter of the best step is."""
+        return self.adapter_dir.with_name(best.FOLDER)
 
 
 @dataclass
@@ -104,6 +118,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._progress = Progress(step_s=self.spec.stuck_s)
+        self._keep_best()
 
     def through_all_sessions(self) -> None:
         """Runs session after session until the run is over.
@@ -235,19 +250,61 @@ class Run:
                     first_step=step + 1,
                     stop=self.stop,
                     shapes=self._shapes(),
+                    evaluation=self._evaluation(),
                 )
             )
+        if self.result.task == "evaluate":
+            self._end_of_evaluating()
+            return
         last = self._last_step()
         adapter = adapter_of(self.saver.save_last(session, member, last, self._shapes()))
         check_complete(self.prepared.adapter, adapter)
         save_adapter(self.result.adapter_dir, self.prepared.adapter, adapter)
         own = {key: adapter[key] for key in member.stage.trained}
         self._keep_own_part(last, as_state(own))
+        if config.checkpoint.keep_best:
+            self.result.best = write_best(
+                self.result.best_dir, self._ranked(), self.saver.store, self.prepared.adapter, (last, adapter)
+            )
         hit("coordinator.adapter_written")
         if last < spec.total_steps:
             self.result.stopped = self.stop.reason
             if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
+
+    def _evaluation(self) -> Evaluation | None:
+        if not self.prepared.evaluated:
+            return None
+
+        def on_record(record: dict[str, Any]) -> None:
+            self.result.evaluations.append(record)
+            for logger in self.loggers:
+                logger.evaluation(record)
+            self._keep_best()
+
+        known = {record["step"] for record in self.result.evaluations}
+        return Evaluation(
+            examples=self.prepared.evaluated,
+            loop=self.spec.loop,
+            data=self.resolved.config.data,
+            pad_id=self.prepared.pad_id,
+            on_record=on_record,
+            is_known=known.__contains__,
+        )
+
+    def _end_of_evaluating(self) -> None:
+        """What only evaluates has nothing to save."""
+        if not self.result.evaluations:
+            self.result.stopped = self.stop.reason
+        elif self.result.evaluations[-1]["eval_loss"] is None:
+            raise NumericError("the evaluation's loss is not finite; model.dtype=float32 may help")
+
+    def _keep_best(self) -> None:
+        if self.resolved.config.checkpoint.keep_best:
+            self.saver.keep_best(next(iter(self._ranked()), None))
+
+    def _ranked(self) -> list[Best]:
+        return best.ranked(self.result.evaluations, self.start.best)
 
     def _keep_own_part(self, step: int, state: dict[str, torch.Tensor]) -> None:
         """As every worker does: the parts of all machines make an adapter where the checkpoints are lost."""
@@ -277,6 +334,8 @@ class Run:
                 log.warning("checkpoint skipped: %s", line)
         step, state = (self.start.step, self.start.state) if snapshot is None else (snapshot.step, snapshot.tensors)
         self.result.records = [record for record in self.result.records if record["step"] <= step]
+        self.result.evaluations = [record for record in self.result.evaluations if record["step"] <= step]
+        self._keep_best()
         for logger in self.loggers:
             logger.rewind(step)
         return step, state

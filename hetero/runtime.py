@@ -16,7 +16,7 @@ import torch
 from hetero.errors import RemoteProtocolError
 from hetero.failpoints import hit
 from hetero.inbox import Inbox
-from hetero.schedule import Op, Policy, next_op, policy_for
+from hetero.schedule import Op, Policy, evaluation_policy, next_op, policy_for
 from hetero.spec import ScheduleSpec
 from hetero.stage import IGNORED_LABEL, Stage
 from hetero.transport.link import Link, Received
@@ -28,12 +28,16 @@ from hetero.wire.tensors import DTYPES, pack, unpack
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as its STEP frame announces it; `real_tokens` is 0 where the router loss is off."""
+    """A step as its STEP frame announces it; `real_tokens` is 0 where the router loss is off.
+
+    `evaluation` is the number of an evaluation after the step, 0 in the step itself.
+    """
 
     step: int
     label_tokens: int
     shapes: list[tuple[int, int]]
     real_tokens: int = 0
+    evaluation: int = 0
 
 
 @dataclass
@@ -84,7 +88,7 @@ class Runtime:
         self._upstream_dtype, self._downstream_dtype = DTYPES[upstream_dtype], DTYPES[downstream_dtype]
 
     def run_step(self, plan: StepPlan, batches: Sequence[dict[str, torch.Tensor]] | None = None) -> StepWork:
-        """Runs forward and backward of all micro-batches of a step.
+        """Runs forward and backward of all micro-batches of a step, or the forwards of an evaluation.
 
         Args:
             plan: the step.
@@ -94,8 +98,11 @@ class Runtime:
             PeerError: a neighbour or the coordinator failed.
         """
         if self._downstream is not None:
-            header = Step(step=plan.step, label_tokens=plan.label_tokens, real_tokens=plan.real_tokens)
+            header = Step(plan.step, plan.label_tokens, plan.real_tokens, plan.evaluation)
             self._downstream.send(FrameType.STEP, header, [memoryview(pack_shapes(plan.shapes))])
+        if plan.evaluation:
+            with self.stage.evaluating():
+                return _OneStep(self, plan, evaluation_policy(self._schedule.max_in_flight), batches).run()
         if self.stage.router is not None:
             self.stage.router.begin_step(plan.real_tokens)
         policy = policy_for(
@@ -117,7 +124,7 @@ class _OneStep:
         self._work = StepWork()
 
     def run(self) -> StepWork:
-        """Works until every micro-batch went backward."""
+        """Works until every micro-batch went backward; in an evaluation, until the next stage has taken them all."""
         total = len(self._plan.shapes)
         while self._num_backward < total:
             self._take_arrived()
@@ -138,18 +145,28 @@ class _OneStep:
 
     def _forward(self) -> None:
         batch = self._forwards.popleft()
-        hidden = self._rt.stage.forward(self._plan.step, self._num_forward, batch, self._plan.label_tokens)
+        if self._plan.evaluation:
+            hidden, router = self._rt.stage.evaluate(batch), None
+        else:
+            hidden = self._rt.stage.forward(self._plan.step, self._num_forward, batch, self._plan.label_tokens)
+            router = self._rt.stage.router
         if self._rt._downstream is not None:
             assert hidden is not None
             riders = {name: batch[name] for name in RIDERS if name in batch}
-            router = self._rt.stage.router
             riders |= self._on_host(router.outgoing(self._num_forward)) if router is not None else {}
             self._send(self._rt._downstream, FrameType.FORWARD, self._num_forward, riders, hidden=hidden)
+        if self._plan.evaluation and self._rt._upstream is not None:
+            self._send(self._rt._upstream, FrameType.BACKWARD, self._num_forward, {})  # it is taken: room for another
         self._num_forward += 1
         if not self._rt.stage.is_first:
-            hit("worker.forward_done")
+            hit("worker.evaluating" if self._plan.evaluation else "worker.forward_done")
 
     def _backward(self) -> None:
+        if self._plan.evaluation:
+            if not self._rt.stage.is_last:
+                self._grads.popleft()
+            self._num_backward += 1
+            return
         stage, grads = self._rt.stage, {} if self._rt.stage.is_last else self._grads.popleft()
         grad_in = stage.backward(self._num_backward, grads.get("grad"), grads.get(ROUTER_GRAD))
         router_grad = None if stage.router is None else stage.router.end_backward(self._num_backward)
@@ -221,4 +238,5 @@ def step_plan_of(event: Received) -> StepPlan:
     """The step that a received STEP frame announces."""
     header = event.frame.header
     assert isinstance(header, Step)
-    return StepPlan(header.step, header.label_tokens, unpack_shapes(event.frame.payload), header.real_tokens)
+    shapes = unpack_shapes(event.frame.payload)
+    return StepPlan(header.step, header.label_tokens, shapes, header.real_tokens, header.evaluate)

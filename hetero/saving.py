@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import torch
 
+from hetero.best import BEST, Best
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import CheckpointError, HeteroError, NumericError
 from hetero.failpoints import hit
@@ -36,12 +38,19 @@ class Saver:
         spec: how often.
         about: what every checkpoint says of its run.
         safe: step that a fault before the first checkpoint goes back to.
+        needs: whether a step has to be saved whatever `spec` says, since it may be the best one.
     """
 
     def __init__(
-        self, store: CheckpointStore | None, spec: CheckpointSpec, about: dict[str, Any], safe: int = 0
+        self,
+        store: CheckpointStore | None,
+        spec: CheckpointSpec,
+        about: dict[str, Any],
+        safe: int = 0,
+        needs: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self.store, self._spec, self._about, self._safe = store, spec, about, safe
+        self.store, self._spec, self._about, self._safe, self._needs = store, spec, about, safe, needs
+        self._best: Best | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._failures = 0
@@ -55,27 +64,34 @@ class Saver:
 
         So never more than `every_steps` finished steps are taken again, however slow the disk is. The forward and
         backward of the step after a checkpoint run beside its saving; a save that takes no longer is never waited for.
+        A step that has to be saved itself waits as well.
 
         Raises:
             PeerError: a worker was lost while its state was on its way.
         """
         every = self._spec.every_steps
-        if self.store is None or every is None:
+        too_far = every is not None and step - self._safe > every
+        if self.store is None or not (too_far or self._needs(step)):
             return
         began, said = time.monotonic(), False
-        while step - self._safe > every and (session.is_saving() or self._is_writing()):
+        while session.is_saving() or self._is_writing():
             if not said and time.monotonic() - began > _SAY_AFTER_S:
                 log.warning(
-                    "step %d waits for the checkpoint before it, so that a fault costs %d steps at most; saving takes "
-                    "longer than a step here",
+                    "step %d waits for the checkpoint before it; saving takes longer than a step here, and "
+                    "checkpoint.every_steps bounds what a fault may cost",
                     step,
-                    every,
                 )
                 said = True
             _wait(session.inbox)
 
     def _by_steps(self, step: int) -> bool:
-        return self._spec.every_steps is not None and step % self._spec.every_steps == 0
+        return (self._spec.every_steps is not None and step % self._spec.every_steps == 0) or self._needs(step)
+
+    def keep_best(self, best: Best | None) -> None:
+        """Later checkpoints remember this step, and its own stays beyond `keep_last`."""
+        self._best = best
+        if self.store is not None:
+            self.store.kept_step = best.step if best is not None and best.folder is None else None
 
     def _is_writing(self) -> bool:
         return self._writing is not None and not self._writing.done()
@@ -107,8 +123,12 @@ class Saver:
             shapes: stage -> global key -> shape.
         """
         self._last_at, self._is_due = time.monotonic(), False
-        self._begun = Gathering(step, shapes, self._all_here)
+        about = self._about_now()  # an evaluation after a later step may end before all of this one's state is here
+        self._begun = Gathering(step, shapes, lambda step, tensors: self._all_here(step, tensors, about))
         return self._begun
+
+    def _about_now(self) -> dict[str, Any]:
+        return self._about | ({} if self._best is None else {BEST: msgspec.to_builtins(self._best)})
 
     def own_part(self, member: Member) -> dict[str, torch.Tensor] | None:
         """Adds this process's state to a checkpoint that has begun; after the step is logged, so no log lacks it.
@@ -124,16 +144,16 @@ class Saver:
         hit("coordinator.state_taken")
         return state
 
-    def _all_here(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        self._writing = self._writer.submit(self._write, step, tensors)
+    def _all_here(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+        self._writing = self._writer.submit(self._write, step, tensors, about)
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
         assert self.store is not None
         if (bad := not_finite(tensors)) is not None:
             log.warning("step %d is not saved: %s is not finite", step, bad)
             return
         try:
-            self.store.save(Snapshot(step, tensors, self._about))
+            self.store.save(Snapshot(step, tensors, about))
             self._failures, self.last_saved, self._safe = 0, step, step
         except CheckpointError as exc:
             self._failures += 1
@@ -184,7 +204,7 @@ class Saver:
         if (bad := not_finite(found)) is not None:
             raise NumericError(f"{bad} is not finite after step {step}; a lower optimizer.lr may help")
         if self.store is not None and self.last_saved != step:
-            self._write(step, found)
+            self._write(step, found, self._about_now())
         return found
 
 

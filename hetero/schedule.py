@@ -47,6 +47,7 @@ __all__ = [
     "Span",
     "StageTime",
     "Transfer",
+    "evaluation_policy",
     "lower_bound",
     "next_op",
     "policy_for",
@@ -56,6 +57,10 @@ __all__ = [
 # Sums of the same times along two paths differ in their last bits; events closer than this part of the clock are one
 # instant, or the order of the work would hang on rounding.
 SAME_INSTANT = 1e-12
+
+# Micro-batches of an evaluation that a stage has sent and the next one has not taken: one is computed there, one is on
+# its way, and one makes up for unequal times. Nothing comes back through the pipeline, so more would only fill memory.
+EVAL_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,15 @@ def policy_for(
     kind = POLICIES[name]
     cap = min(num_microbatches, kind.in_flight_cap(stage, num_stages, num_microbatches))
     return Policy(name, kind.prefer, cap if max_in_flight is None else min(cap, max_in_flight))
+
+
+def evaluation_policy(max_in_flight: int | None = None) -> Policy:
+    """The policy of every stage in an evaluation: its backward is the next stage's word that it took a micro-batch.
+
+    Args:
+        max_in_flight: as for `policy_for`.
+    """
+    return Policy("evaluation", Op.BACKWARD, min(EVAL_IN_FLIGHT, max_in_flight or EVAL_IN_FLIGHT))
 
 
 def next_op(policy: Policy, in_flight: int, forward_ready: bool, backward_ready: bool) -> Op | None:

@@ -190,6 +190,13 @@ class CoordinatorSession:
                 self._raise_failure()
                 self._control.begin_step(step)
 
+    def begin_evaluation(self, step: int, number: int) -> None:
+        """The coordinator starts an evaluation after a step, the `number`-th after it in this session."""
+        if self._workers:
+            with self._lock:
+                self._raise_failure()
+                self._control.begin_evaluation(step, number)
+
     def wait_ready(self) -> StepReady | None:
         """Waits until every worker has finished the backward work of the step."""
         if not self._workers:

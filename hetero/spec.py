@@ -63,6 +63,9 @@ class AdapterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     init_from: str | None = None
 
 
+_HELD_OUT = {"remedy": "0.1 holds a tenth of the rows out, null none"}
+
+
 class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the rows come from and how they become tokens and labels."""
 
@@ -76,6 +79,13 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     padding_side: Literal["right", "left"] = "right"
     packing: bool = False
     bucket: bool = False
+    eval_path: str | None = None
+    eval_split: Name | None = None
+    eval_fraction: Annotated[float, Meta(gt=0, lt=1, extra=_HELD_OUT)] | None = None
+
+    def evaluates(self) -> bool:
+        """Whether rows are given, or held out, to evaluate on."""
+        return (self.eval_path, self.eval_split, self.eval_fraction) != (None, None, None)
 
 
 class StageSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,6 +160,9 @@ class LrScheduleSpec(Struct, frozen=True, forbid_unknown_fields=True):
     min_lr_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
+_EVAL_EVERY = {"remedy": "null evaluates before the first step and after the last alone"}
+
+
 class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """The run: how many steps of how many rows."""
 
@@ -160,6 +173,13 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     microbatch_size: AtLeast1 = 1
     max_grad_norm: Annotated[float, Meta(ge=0)] | None = 1.0
     recompute: Literal["none", "layer", "stage"] = "none"
+    eval_every: Annotated[int, Meta(ge=1, extra=_EVAL_EVERY)] | None = None
+    eval_batch_size: AtLeast1 | None = None
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of a micro-batch of an evaluation."""
+        return self.eval_batch_size or self.microbatch_size
 
 
 _RESUME = {"remedy": "latest, a step number, a run's folder or a step's; null starts at step 0"}
@@ -172,6 +192,7 @@ class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
     every_steps: Annotated[int, Meta(ge=1, extra=_NO_CHECKPOINTS)] | None = None
     every_minutes: Annotated[float, Meta(gt=0, extra=_NO_CHECKPOINTS)] | None = None
     keep_last: Annotated[int, Meta(ge=2, extra={"remedy": "2 keeps the one before until the next is whole"})] = 2
+    keep_best: bool = False
     dir: str | None = None
     resume: Annotated[int, Meta(ge=0, extra=_RESUME)] | Name | None = None
 
@@ -263,6 +284,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     outputs: Name
     logger: dict[str, dict[str, Any]] | None = None
     seed: AtLeast0 = 0
+    task: Literal["train", "evaluate"] = "train"
     role: Literal["auto", "coordinator", "worker"] = "auto"
     run_name: str | None = None
     dry_run: bool = False

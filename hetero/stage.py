@@ -21,7 +21,7 @@ from hetero.families import family_of
 from hetero.keys import key64
 from hetero.router_loss import RouterLoss
 from hetero.spec import RunSpec
-from hetero.token_loss import token_loss
+from hetero.token_loss import token_loss, token_losses
 from hetero.wire.tensors import DTYPES
 
 IGNORED_LABEL = -100
@@ -145,6 +145,47 @@ class Stage:
             if outs := [pair for pair in outs if pair[0].requires_grad]:  # in one call, as in one process
                 torch.autograd.backward([out for out, _ in outs], [into for _, into in outs])
         return None if saved.hidden_in is None else saved.hidden_in.grad
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Between two steps: dropout is off, and each module is in the mode that it was in afterwards."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Runs one micro-batch forward and keeps nothing of it, inside `evaluating`.
+
+        The last stage adds the sum of its label tokens' losses, in float64 and without a router loss, to `loss`.
+
+        Args:
+            batch: as for `forward`.
+
+        Returns:
+            hidden [B, T, H] for the next stage, None on the last.
+        """
+        inputs: dict[str, Any] = {
+            key: self.device.from_host(batch[key]) if key in batch else None
+            for key in ("attention_mask", "position_ids")
+        }
+        if self.is_first:
+            inputs["input_ids"] = self.device.from_host(batch["input_ids"])
+        else:
+            inputs["inputs_embeds"] = self.device.from_host(batch["hidden"], self.dtype)
+        hidden: torch.Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state  # [B, T, H]
+        if not self.is_last:
+            return hidden
+        targets = self.device.from_host(batch["labels"])[:, 1:]
+        keep = targets != IGNORED_LABEL
+        head = self.model.get_output_embeddings()
+        losses = token_losses(head, hidden[:, :-1][keep], targets[keep], scaling=self._scaling)
+        self._losses.append(self.device.to_host(losses).double().sum())  # not every device has float64
+        return None
 
     def loss(self) -> float:
         """The loss of the step so far: exact sum of its micro-batches' parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from hetero.evaluation import evaluation_shown
 from hetero.run import RunResult
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,11 @@ def log_summary(result: RunResult) -> None:
 def summary_lines(result: RunResult) -> list[str]:
     """The lines of the summary."""
     records = result.records
-    lines = [""]
+    lines = ["", *_evaluation_lines(result)]
+    if result.task == "evaluate":
+        return (
+            lines if result.stopped is None else [*lines, f"stopped before the evaluation was over ({result.stopped})"]
+        )
     if records:
         elapsed = sum(record["step_time_s"] for record in records)
         tokens = sum(record["tokens"] for record in records)
@@ -41,6 +46,25 @@ def summary_lines(result: RunResult) -> list[str]:
         )
     else:
         lines.append("next: " + _next(result))
+    return lines
+
+
+def _evaluation_lines(result: RunResult) -> list[str]:
+    """What the first and the last evaluation gave, and the best step where it is kept."""
+    if not result.evaluations:
+        return []
+    first, last = result.evaluations[0], result.evaluations[-1]
+    if first is last:
+        return [f"evaluation: {evaluation_shown(last)}"]
+    lines = [
+        f"evaluation: {evaluation_shown(first)} after step {first['step']}",
+        f"            {evaluation_shown(last)} after step {last['step']}",
+    ]
+    if result.best is not None:
+        lines.append(
+            f"best: step {result.best.step} with an evaluation loss of {result.best.eval_loss:.4f}, its adapter is in "
+            f"{result.best_dir}"
+        )
     return lines
 
 

@@ -73,6 +73,19 @@ def token_loss(
     return loss
 
 
+def token_losses(
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling = PLAIN
+) -> torch.Tensor:
+    """Each token's cross-entropy, float32 [N], without a gradient; arguments as for `token_loss`."""
+    with torch.no_grad():
+        return torch.cat(
+            [
+                F.cross_entropy(logits_of(head, hidden[rows], scaling), targets[rows], reduction="none")
+                for rows in _chunks(hidden.shape[0], _vocabulary(head))
+            ]
+        )
+
+
 class _FrozenHeadLoss(torch.autograd.Function):
     """(hidden [N, H], weight [V, H], bias [V] or None, targets [N], scale, scaling) -> loss.
 

@@ -17,7 +17,7 @@ from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
 from hetero.machines import hardware_line, name_or_address
 from hetero.member import Member, check_device
-from hetero.runtime import step_plan_of
+from hetero.runtime import StepPlan, step_plan_of
 from hetero.serve import WorkerServer
 from hetero.spec import RunSpec, WorkerSpec
 from hetero.training_state import adapter_of
@@ -216,6 +216,9 @@ def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progre
 
 def _do_step(session: WorkerSession, member: Member, order: Received, folder: Path) -> None:
     plan = step_plan_of(order)
+    if plan.evaluation:
+        _evaluate(session, member, plan)
+        return
     hit("worker.step_begun")
     try:
         ready, norms, _ = member.run_step(plan)
@@ -229,6 +232,13 @@ def _do_step(session: WorkerSession, member: Member, order: Received, folder: Pa
     hit("worker.applied")
     if apply.save:
         _give_state(session, member, folder, apply.step)
+
+
+def _evaluate(session: WorkerSession, member: Member, plan: StepPlan) -> None:
+    try:
+        session.send(FrameType.READY, member.evaluate(plan))
+    except PeerError as exc:
+        raise exc.in_step(plan.step) from exc
 
 
 def _give_state(session: WorkerSession, member: Member, folder: Path, step: int) -> None:

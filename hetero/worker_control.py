@@ -2,6 +2,7 @@
 
 LISTEN --HELLO (`judge_hello`)--> JOINED --SYNC--> SYNCING --its STATE, own SYNCED--> RUN --STOP, ABORT, ERROR--> OVER
 RUN: STEP, own READY, APPLY of that step, again and again; GATHER between steps, and none follows
+     after a step evaluations: STEP with a number, own READY with it
 
 A worker that listens is in no session and has no `WorkerControl`; each session gets its own.
 """
@@ -40,6 +41,7 @@ class WorkerControl:
     _begun: int = 0  # the last step whose STEP came
     _ready: int = 0  # the last step whose READY was sent
     _decided: int = 0  # the last step whose APPLY came
+    _evaluating: int = 0  # the evaluation whose STEP came and whose READY was not sent yet
 
     def received(self, frame: Frame) -> bool:
         """A frame came, on the control or from a neighbour; whether it is for compute.
@@ -60,7 +62,7 @@ class WorkerControl:
         elif isinstance(header, State):
             self._on_state(header, frame.payload.nbytes)
         elif isinstance(header, Step):
-            self._on_step(header.step)
+            self._on_step(header)
         elif isinstance(header, Apply):
             self._on_apply(header.step)
         elif isinstance(header, Gather):
@@ -82,6 +84,10 @@ class WorkerControl:
                     f"{self._awaited} tensors are to come"
                 )
             self.phase = WorkerPhase.RUN
+        elif isinstance(header, Ready) and header.evaluate:
+            if self.phase is not WorkerPhase.RUN or (header.evaluate, header.step) != (self._evaluating, self._begun):
+                raise LocalProtocolError(f"READY of evaluation {header.evaluate} may not be sent, {self._where()}")
+            self._evaluating = 0
         elif isinstance(header, Ready):
             if self.phase is not WorkerPhase.RUN or header.step != self._ready + 1 or header.step > self._begun:
                 raise LocalProtocolError(f"READY of step {header.step} may not be sent, {self._where()}")
@@ -101,11 +107,13 @@ class WorkerControl:
         if piece.offset + payload_bytes >= piece.tensor.nbytes():
             self._awaited -= 1
 
-    def _on_step(self, step: int) -> None:
+    def _on_step(self, header: Step) -> None:
         # The stage before may hear APPLY earlier than this one, which has sent its READY by then.
-        if self.phase is not WorkerPhase.RUN or self._begun != self._ready or step != self._begun + 1:
+        step, next_step = header.step, self._begun if header.evaluate else self._begun + 1
+        idle = self.phase is WorkerPhase.RUN and self._begun == self._ready and not self._evaluating
+        if not idle or step != next_step:
             raise RemoteProtocolError(f"STEP of step {step} may not come, {self._where()}")
-        self._begun = step
+        self._begun, self._evaluating = step, header.evaluate
 
     def _on_apply(self, step: int) -> None:
         if self.phase is not WorkerPhase.RUN or self._ready == self._decided or step != self._ready:
@@ -113,12 +121,12 @@ class WorkerControl:
         self._decided = step
 
     def _on_gather(self, step: int) -> None:
-        if self.phase is not WorkerPhase.RUN or not step == self._decided == self._begun:
+        if self.phase is not WorkerPhase.RUN or self._evaluating or not step == self._decided == self._begun:
             raise RemoteProtocolError(f"GATHER after step {step} may not come, {self._where()}")
         self.phase = WorkerPhase.GATHER
 
     def _where(self) -> str:
         return (
             f"this is phase {self.phase.value} with STEP of {self._begun}, READY of {self._ready} and "
-            f"APPLY of {self._decided}"
+            f"APPLY of {self._decided}" + (f", in evaluation {self._evaluating}" if self._evaluating else "")
         )

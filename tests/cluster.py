@@ -28,9 +28,11 @@ _SAME = ("step", "loss", "lr", "grad_norm", "tokens", "rows")  # of a record: ev
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left, as bytes: its adapter, the files of its last checkpoint, and what every step was."""
+    """What a run left, as bytes: adapters, the files of its last checkpoint, and what each step and evaluation was."""
 
     adapter: bytes
+    best: bytes
+    evaluations: list[dict[str, Any]]
     state: dict[str, bytes]
     records: list[dict[str, Any]]
 
@@ -87,6 +89,9 @@ class Cluster:
             "loop.batch_size=4",
             "lr_schedule.warmup_steps=4",
             f"checkpoint.every_steps={EVERY}",
+            "checkpoint.keep_best=true",
+            f"data.eval_path={self._rows_file}",
+            f"loop.eval_every={EVERY}",
             "checkpoint.keep_last=2",
             f"checkpoint.resume={'latest' if resume else 'null'}",
             "recovery.wait_s=60",
@@ -150,6 +155,8 @@ def result_of(run_dir: Path, checkpoints: Path | None = None) -> Result:
     files = sorted((folder / f"step-{STEPS:08d}").glob("*.safetensors"))
     return Result(
         adapter=(run_dir / "adapter" / "adapter_model.safetensors").read_bytes(),
+        best=(run_dir / "adapter-best" / "adapter_model.safetensors").read_bytes(),
+        evaluations=read_records(run_dir, "eval.jsonl"),
         state={file.name: file.read_bytes() for file in files},
         records=[{key: record[key] for key in _SAME} for record in read_records(run_dir)],
     )
@@ -161,6 +168,9 @@ def assert_same(found: Result, expected: Result) -> None:
     assert found.records == expected.records
     assert found.state == expected.state, "other optimizer moments or weights in the last checkpoint"
     assert found.adapter == expected.adapter, "another adapter"
+    assert [record["step"] for record in found.evaluations] == [0, *range(EVERY, STEPS, EVERY), STEPS]
+    assert found.evaluations == expected.evaluations
+    assert found.best == expected.best, "another adapter of the best step"
 
 
 def leftovers(outputs: Path) -> list[Path]:
@@ -168,9 +178,9 @@ def leftovers(outputs: Path) -> list[Path]:
     return [path for suffix in ("tmp", "old") for path in outputs.rglob(f"*.{suffix}")]
 
 
-def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
-    file = run_dir / "metrics.jsonl"
+def read_records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl, or of another log."""
+    file = run_dir / name
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -17,6 +17,7 @@ from hetero.facts import read_facts
 from hetero.inbox import Inbox
 from hetero.models import logit_scaling
 from hetero.runtime import Runtime, StepPlan, step_plan_of
+from hetero.schedule import evaluation_policy
 from hetero.spec import (
     AdapterSpec,
     LoopSpec,
@@ -105,6 +106,7 @@ class Outcome:
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)
 
 
 def run_pipeline(
@@ -114,10 +116,11 @@ def run_pipeline(
     *,
     initial: dict[str, torch.Tensor] | None = None,
     max_grad_norm: float | None = 1.0,
+    evaluated: Sequence[data.MicroBatch] = (),
 ) -> Outcome:
     """Runs a step for each entry of `batches_of_steps` and gives losses, norms, gradients and the final adapter."""
     stages = build_stages(spec, model_dir)
-    return run_stages(spec, stages, batches_of_steps, initial=initial, max_grad_norm=max_grad_norm)
+    return run_stages(spec, stages, batches_of_steps, initial=initial, max_grad_norm=max_grad_norm, evaluated=evaluated)
 
 
 def build_stages(spec: RunSpec, model_dir: Path) -> list[Stage]:
@@ -132,8 +135,9 @@ def run_stages(
     *,
     initial: dict[str, torch.Tensor] | None = None,
     max_grad_norm: float | None = 1.0,
+    evaluated: Sequence[data.MicroBatch] = (),
 ) -> Outcome:
-    """`run_pipeline` over stages that are built already."""
+    """`run_pipeline` over stages that are built already; with micro-batches to evaluate, does so around each step."""
     outcome = Outcome(stages=stages)
     inboxes = [Inbox() for _ in stages]
     transport = TcpTransport()
@@ -148,6 +152,8 @@ def run_stages(
                 dtype=spec.boundary_dtypes[i],
                 max_rows=spec.loop.microbatch_size,
                 max_length=spec.max_length,
+                max_eval_rows=spec.loop.eval_rows,
+                eval_cap=evaluation_policy(spec.schedule.max_in_flight).in_flight_cap,
                 num_experts=spec.router_loss.num_experts if spec.router_loss is not None else 0,
             )
             end.start()
@@ -176,9 +182,11 @@ def run_stages(
         outcome.initial |= stage.state()
     make_optimizer = registry.build("optimizer", spec.optimizer.target)
     optimizers = [make_optimizer(s.trained.values(), **spec.optimizer.args) if s.trained else None for s in stages]
+    with_router = spec.router_loss is not None
     try:
+        _evaluate(runtimes, 0, evaluated, outcome)
         for number, micro_batches in enumerate(batches_of_steps, 1):
-            _run_one_step(runtimes, number, micro_batches, spec.router_loss is not None)
+            _run_one_step(runtimes, plan_of(number, micro_batches, with_router), micro_batches)
             norm = optim.global_norm(float(n) for stage in stages for n in stage.squared_norms())
             outcome.losses.append(stages[-1].loss())
             outcome.norms.append(norm)
@@ -189,6 +197,7 @@ def run_stages(
                 if optimizer is not None:
                     optimizer.step()
                 stage.end_step()
+            _evaluate(runtimes, number, evaluated, outcome)
     finally:
         for link in links:
             link.close()
@@ -211,21 +220,34 @@ def _deliver_to(inbox: Inbox) -> Deliver:
     return deliver
 
 
-def _run_one_step(
-    runtimes: list[Runtime], number: int, micro_batches: Sequence[data.MicroBatch], router_loss: bool
-) -> None:
+def plan_of(step: int, micro_batches: Sequence[data.MicroBatch], router_loss: bool, evaluation: int = 0) -> StepPlan:
+    """What is announced of a step, or of an evaluation after it."""
+    return StepPlan(
+        step,
+        sum(m.label_tokens for m in micro_batches),
+        [tuple(m.input_ids.shape) for m in micro_batches],  # type: ignore[misc]
+        sum(m.real_tokens() for m in micro_batches) if router_loss else 0,
+        evaluation,
+    )
+
+
+def _evaluate(runtimes: list[Runtime], step: int, micro_batches: Sequence[data.MicroBatch], outcome: Outcome) -> None:
+    if not micro_batches:
+        return
+    plan = plan_of(step, micro_batches, False, evaluation=1)
+    _run_one_step(runtimes, plan, micro_batches)
+    outcome.eval_losses.append(runtimes[-1].stage.loss() / plan.label_tokens)
+    for runtime in runtimes:
+        runtime.stage.end_step()
+
+
+def _run_one_step(runtimes: list[Runtime], plan: StepPlan, micro_batches: Sequence[data.MicroBatch]) -> None:
     errors: list[BaseException] = []
 
     def work(index: int) -> None:
         torch.set_num_threads(1)
         try:
             if index == 0:
-                plan = StepPlan(
-                    number,
-                    sum(m.label_tokens for m in micro_batches),
-                    [tuple(m.input_ids.shape) for m in micro_batches],  # type: ignore[misc]
-                    sum(m.real_tokens() for m in micro_batches) if router_loss else 0,
-                )
                 runtimes[0].run_step(plan, [m.tensors() for m in micro_batches])
             else:
                 event = runtimes[index].inbox.get(

@@ -11,6 +11,7 @@ from simulated_training import (
     Assembler,
     Member,
     clip_factor,
+    evaluated,
     pack,
     require,
     state_frames,
@@ -200,6 +201,7 @@ class Coordinator(Process):
         self.start_step = step = store.newest() or 0
         self.check_lost(step)
         store.records = [record for record in store.records if record <= step]
+        store.evaluations = [record for record in store.evaluations if record <= step]
         sim.say("the coordinator starts %s after step %d", self.run_id, step)
         recovery = Recovery(RecoverySpec(wait_s=WAIT_S))
         furthest, fruitless = -1, 0
@@ -236,6 +238,7 @@ class Coordinator(Process):
         step = self.start_step if newest is None else newest
         self.check_lost(step)
         store.records = [record for record in store.records if record <= step]
+        store.evaluations = [record for record in store.evaluations if record <= step]
         return step
 
     def check_lost(self, step: int) -> None:
@@ -294,6 +297,7 @@ class Coordinator(Process):
 
     def train(self, session: CoordinatorSession, step: int) -> Wait:
         sim, store = self.sim, self.sim.store
+        yield from self.evaluate(session, step)
         for number in range(step + 1, sim.num_steps + 1):
             if self.stopping:
                 break
@@ -305,6 +309,7 @@ class Coordinator(Process):
                 store.records,
             )
             store.records.append(number)
+            yield from self.evaluate(session, number)
         states = yield from self.save_last(session)
         last = self.last_step()
         require(states == sim.reference[last], "the state after step %d is not that of an uninterrupted run", last)
@@ -314,6 +319,25 @@ class Coordinator(Process):
         else:
             sim.say("stopped after step %d", last)
             sim.after(3.0, None, sim.start_coordinator)
+
+    def evaluate(self, session: CoordinatorSession, step: int) -> Wait:
+        """As `evaluation.evaluate`, in two passes of one micro-batch."""
+        sim = self.sim
+        if step in sim.store.evaluations or (step % sim.eval_every and step != sim.num_steps):
+            return
+        for number in (1, 2):
+            if self.stopping:
+                return
+            session.raise_failure()
+            session.control.begin_evaluation(step, number)
+            down = session.downstream
+            down.send(T.STEP, Step(step, 1, evaluate=number))
+            down.send(T.FORWARD, Tensors(step, 0, []), pack(self.member.evaluate(step, 0)))
+            yield Get(session.inbox, lambda e: is_frame(e, T.BACKWARD, step))
+            everyone = yield Get(session.inbox, _is_step_ready)
+            loss = everyone.ready[max(everyone.ready)].loss
+            require(loss == evaluated(sim.reference[step], step), "the evaluation after step %d is another", step)
+        sim.store.evaluations.append(step)
 
     def one_step(self, session: CoordinatorSession, step: int) -> Wait:
         """As `loop.run_step`."""

@@ -56,6 +56,10 @@ class Member:
         self.gradient = mix(4, step, forward, came, self.weight)
         return self.gradient
 
+    def evaluate(self, step: int, came: int) -> int:
+        require(step == self.at, "stage %d evaluates after step %d and holds step %d", self.stage, step, self.at)
+        return mix(7, step, came, self.weight)
+
     def norm(self) -> float:
         assert self.gradient is not None
         return (self.gradient & 0xFFFFFF) / 0x1000000
@@ -94,6 +98,14 @@ def uninterrupted(num_stages: int, num_steps: int) -> list[list[tuple[int, int]]
     return found
 
 
+def evaluated(state: list[tuple[int, int]], step: int) -> float:
+    """What an evaluation after a step gives of the weights of all stages, which it leaves alone."""
+    came = 0
+    for weight, _ in state:
+        came = mix(7, step, came, weight)
+    return float(came & 0xFFFFFFFF)
+
+
 def state_frames(state: tuple[int, int]) -> list[Frame]:
     """The weight in two pieces and the moment in one."""
     raw = struct.pack("<qq", state[0], ~state[0])
@@ -130,6 +142,7 @@ class Store:
     def __init__(self) -> None:
         self.steps: dict[int, list[tuple[int, int]]] = {}
         self.records: list[int] = []
+        self.evaluations: list[int] = []  # after which steps
         self.adapter: list[tuple[int, int]] | None = None
 
     def commit(self, step: int, states: list[tuple[int, int]]) -> None:

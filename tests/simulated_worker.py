@@ -233,6 +233,8 @@ class Worker(Process):
             order = (yield from self.next(session, (Step, Gather, Reason))).header
             if isinstance(order, Gather):
                 self.give_state(session)
+            elif order.evaluate:
+                yield from self.evaluate(session, order)
             else:
                 yield from self.one_step(session, order.step)
 
@@ -255,6 +257,20 @@ class Worker(Process):
         sim.check_applied(member)
         if apply.save:
             self.give_state(session)
+
+    def evaluate(self, session: WorkerSession, order: Step) -> Wait:
+        """As `work._evaluate`, with one micro-batch."""
+        step, loss = order.step, None
+        came = unpack((yield Get(session.inbox, lambda e: is_frame(e, T.FORWARD, step))).payload)
+        forward = self.member.evaluate(step, came)
+        session.upstream.send(T.BACKWARD, Tensors(step, 0, []))
+        if session.downstream is not None:
+            session.downstream.send(T.STEP, Step(step, 1, evaluate=order.evaluate))
+            session.downstream.send(T.FORWARD, Tensors(step, 0, []), pack(forward))
+            yield Get(session.inbox, lambda e: is_frame(e, T.BACKWARD, step))
+        else:
+            loss = float(forward & 0xFFFFFFFF)
+        session.send(T.READY, Ready(step, True, loss, 0, 0, 0, 0, evaluate=order.evaluate))
 
     def give_state(self, session: WorkerSession) -> None:
         for frame in state_frames(self.member.state()):

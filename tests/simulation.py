@@ -59,6 +59,7 @@ class Simulation:
         self.num_stages = self.rng.choice((3, 3, 4, 5))
         self.num_steps = self.rng.randint(2, 9)
         self.every_steps = self.rng.randint(1, 4)
+        self.eval_every = self.rng.randint(1, 5)
         self.slow = self.rng.random() < 0.3  # messages are late now and then
         self.reference = uninterrupted(self.num_stages, self.num_steps)
         self.store = Store()
@@ -125,6 +126,9 @@ class Simulation:
     def _check_end(self) -> None:
         require(self.over, "nothing happens any more, and the run is not over")
         require(self.store.records == [*range(1, self.num_steps + 1)], "records are %s", self.store.records)
+        due = [step for step in range(self.num_steps) if step % self.eval_every == 0] + [self.num_steps]
+        stopped = self.faults["stop"] and self.store.evaluations == due[:-1]  # in the last step
+        require(stopped or self.store.evaluations == due, "evaluations are %s", self.store.evaluations)
         require(self.store.adapter == self.reference[-1], "the adapter is not that of an uninterrupted run")
         for process in self.processes:
             if process.alive and isinstance(process, Worker):

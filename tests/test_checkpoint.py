@@ -128,6 +128,14 @@ def test_last_ones_are_kept_by_step_number(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep_last=1)
 
 
+def test_one_step_may_stay_beyond_the_last_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "store")
+    for step in range(1, 6):
+        store.kept_step = 2 if step < 5 else 4
+        store.save(snapshot(step))
+        assert store.steps() == {3: [3, 2], 4: [4, 3, 2], 5: [5, 4]}.get(step, store.steps())
+
+
 def test_damaged_step_does_not_count_among_the_kept(tmp_path: Path) -> None:
     store_of(tmp_path, snapshot(1), snapshot(8), snapshot(10))
     damaged = tmp_path / "checkpoints" / "step-00000010" / "other.safetensors"

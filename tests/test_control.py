@@ -124,6 +124,37 @@ def test_run_goes_through_its_phases() -> None:
     assert made.end(FrameType.STOP, "finished") == [Send(stage, FrameType.STOP, Reason("finished")) for stage in PEERS]
 
 
+def evaluated(step: int, number: int) -> Frame:
+    header = ready(step).header
+    assert isinstance(header, Ready)
+    return frame(FrameType.READY, msgspec.structs.replace(header, evaluate=number))
+
+
+def test_evaluations_come_between_steps() -> None:
+    made = control(Phase.RUN)
+    for stage in PEERS:
+        made.received(stage, ready(1))
+    made.apply(1.0)
+    for number in (1, 2):
+        made.begin_evaluation(1, number)
+        assert made.received(1, evaluated(1, number)) == []
+        (notified,) = made.received(2, evaluated(1, number))
+        assert isinstance(notified, Notify) and isinstance(notified.event, StepReady)
+    made.begin_step(2)
+    assert made.received(1, ready(2)) == []
+
+
+@pytest.mark.parametrize("wrong", [ready(1), evaluated(1, 1), evaluated(1, 3), evaluated(2, 2)])
+def test_answer_to_another_evaluation_ends_the_session(wrong: Frame) -> None:
+    made = control(Phase.RUN)
+    made.begin_evaluation(1, 2)
+    assert "READY of " in failure(made.received(1, wrong))
+
+
+def test_evaluation_that_nobody_began_ends_the_session() -> None:
+    assert "READY of evaluation 0 must come, got 1" in failure(control(Phase.RUN).received(1, evaluated(1, 1)))
+
+
 def test_event_of_a_step_does_not_change_with_the_next() -> None:
     made = control(Phase.RUN)
     made.received(1, ready(1))

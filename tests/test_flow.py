@@ -199,3 +199,68 @@ def test_any_step_payload_is_admitted_within_the_plan_or_refused(payload: bytes,
         return
     assert all(1 <= rows <= 2 and 1 <= length <= 3 for rows, length in shapes)
     assert labels <= sum(rows * length for rows, length in shapes)
+
+
+# ---- evaluations
+
+
+def evaluating(number: int = 1, step: int = 1, **limits: int) -> LinkFlow:
+    """A flow in an evaluation of four micro-batches."""
+    flow = LinkFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=3, **limits)  # type: ignore[arg-type]
+    flow.begin_step(Step(step, 4, evaluate=number), pack_shapes([(2, 3)] * 4))
+    return flow
+
+
+def test_an_evaluation_goes_forward_alone_and_what_is_taken_is_said_without_tensors() -> None:
+    flow = evaluating()
+    for micro_batch in range(4):
+        forward(flow, LABELS, HIDDEN, micro_batch=micro_batch)
+        for tensors in ([GRAD], [HIDDEN], [LABELS]):
+            with pytest.raises(RemoteProtocolError, match="BACKWARD must hold no tensors"):
+                forward(flow, *tensors, micro_batch=micro_batch, type_=BACKWARD)
+        forward(flow, micro_batch=micro_batch, type_=BACKWARD)
+    flow.begin_step(Step(1, 4, evaluate=2), pack_shapes(SHAPES))
+
+
+@pytest.mark.parametrize(("step", "number"), [(5, 1), (5, 3), (5, 0), (6, 1), (6, 2), (4, 2)])
+def test_evaluations_after_a_step_are_counted(step: int, number: int) -> None:
+    flow = make_flow()
+    whole_step(flow, 5)
+    flow.begin_step(Step(5, 4, evaluate=1), pack_shapes([(2, 3)]))
+    forward(flow, LABELS, HIDDEN, step=5)
+    flow.sent(BACKWARD)
+    with pytest.raises(RemoteProtocolError, match=r"may follow|must follow"):
+        flow.begin_step(Step(step, 4, evaluate=number), pack_shapes(SHAPES))
+    whole_step(flow, 6)  # what was refused has changed nothing
+    flow.begin_step(Step(6, 4, evaluate=1), pack_shapes([(2, 3)]))
+
+
+def test_an_evaluation_that_is_not_over_lets_no_step_begin() -> None:
+    flow = evaluating()
+    with pytest.raises(RemoteProtocolError, match="before step 1 is over"):
+        flow.begin_step(Step(2, 4), pack_shapes(SHAPES))
+
+
+def test_an_evaluation_has_limits_of_its_own() -> None:
+    flow = evaluating(max_eval_rows=5, eval_cap=2)
+    for micro_batch in range(2):
+        forward(flow, LABELS, HIDDEN, micro_batch=micro_batch)
+    with pytest.raises(RemoteProtocolError, match="at most 2 micro-batches may be in flight"):
+        forward(flow, LABELS, HIDDEN, micro_batch=2)
+    flow = LinkFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=3, max_eval_rows=5)
+    flow.begin_step(Step(1, 4, evaluate=1), pack_shapes([(5, 3)]))
+    flow = LinkFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=3, max_eval_rows=5)
+    for rows, number in ((6, 1), (3, 0)):
+        with pytest.raises(RemoteProtocolError, match=f"at most {5 if number else 2} rows of 3 tokens, got {rows} of"):
+            flow.begin_step(Step(1, 4, evaluate=number), pack_shapes([(rows, 3)]))
+
+
+def test_an_evaluation_carries_no_sums_of_routers() -> None:
+    flow = LinkFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=3, num_experts=5)
+    with pytest.raises(RemoteProtocolError, match="must have 0 to 0 real_tokens, got 6"):
+        flow.begin_step(Step(1, 4, 6, evaluate=1), pack_shapes([(2, 3)]))
+    flow.begin_step(Step(1, 4, evaluate=1), pack_shapes([(2, 3)]))
+    with pytest.raises(RemoteProtocolError, match="FORWARD must hold"):
+        forward(flow, LABELS, HIDDEN, TensorEntry("router_rows", "float32", [1]))
+    forward(flow, LABELS, HIDDEN)
+    forward(flow, type_=BACKWARD)

@@ -24,7 +24,8 @@ from conftest import Tiny
 
 from hetero.failpoints import NAMES
 
-# How often a place is passed in 10 steps of 2 micro-batches with checkpoints after 3, 6, 9 and 10; 1 where not listed.
+# How often a place is passed in 10 steps of 2 micro-batches with checkpoints and evaluations after 3, 6, 9 and 10 (and
+# an evaluation before the first); 1 where not listed.
 _OFTEN = {
     "coordinator.step_begun": 10,
     "coordinator.all_ready": 10,
@@ -32,6 +33,8 @@ _OFTEN = {
     "coordinator.applied": 10,
     "coordinator.state_taken": 3,
     "coordinator.step_logged": 10,
+    "coordinator.evaluating": 5,
+    "coordinator.evaluated": 5,
     "checkpoint.begun": 4,
     "checkpoint.before_manifest": 4,
     "checkpoint.before_rename": 4,
@@ -43,6 +46,7 @@ _OFTEN = {
     "worker.ready_sent": 10,
     "worker.decision_here": 10,
     "worker.applied": 10,
+    "worker.evaluating": 30,
     "worker.state_taken": 4,
     "worker.state_queued": 4,
 }

@@ -49,6 +49,22 @@ def test_jsonl_holds_each_record_at_once_as_one_object_a_line(tmp_path: Path) ->
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
 
 
+def test_jsonl_holds_evaluations_in_a_file_of_their_own_and_goes_back_in_both(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    logger.start({})
+    logger.step(RECORD)
+    assert not (tmp_path / "eval.jsonl").exists()
+    found = [{"step": step, "eval_loss": 2.0, "perplexity": None, "tokens": 9} for step in (0, 1, 2)]
+    for record in found:
+        logger.evaluation(record)
+    logger.rewind(1)
+    logger.evaluation(found[2])
+    logger.rewind(1)
+    lines = (tmp_path / "eval.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == found[:2]
+    assert metrics(tmp_path) == [RECORD]
+
+
 def test_jsonl_has_a_file_of_another_name(tmp_path: Path) -> None:
     logger = JsonlLogger(tmp_path, file_name="other.jsonl")
     logger.start({})

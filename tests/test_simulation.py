@@ -13,7 +13,7 @@ import simulated_worker
 from simulation import simulate
 
 from hetero.control import CoordinatorControl, Membership, Notify, StepReady, judge_hello
-from hetero.wire.headers import Hello, Reject
+from hetero.wire.headers import Hello, Reject, Step
 from hetero.worker_control import WorkerControl
 
 REPLAY = os.environ.get("HETERO_SIMULATION_SEED")
@@ -52,7 +52,10 @@ def accept_any_apply(patch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerControl, "_on_step", lambda self, step: setattr(self, "_begun", step))
+    def on_step(self: WorkerControl, header: Step) -> None:
+        self._begun, self._evaluating = header.step, header.evaluate
+
+    patch.setattr(WorkerControl, "_on_step", on_step)
 
 
 def accept_sync_of_any_epoch(patch: pytest.MonkeyPatch) -> None:

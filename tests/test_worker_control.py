@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,6 +93,33 @@ def test_next_step_may_come_before_the_decision_about_this_one() -> None:
     assert tell(control, T.APPLY, Apply(STEP + 2, 1.0))
 
 
+def evaluation(number: int, step: int = STEP) -> Step:
+    return Step(step, 1, evaluate=number)
+
+
+def evaluated(number: int, step: int = STEP) -> Ready:
+    return msgspec.structs.replace(ready(step), evaluate=number)
+
+
+def test_evaluations_come_between_two_steps() -> None:
+    control = running()
+    for number in (1, 2):
+        assert tell(control, T.STEP, evaluation(number))
+        control.sending(evaluated(number))
+    assert tell(control, T.STEP, Step(STEP + 1, 1))
+    control.sending(ready(STEP + 1))
+    assert tell(control, T.STEP, evaluation(1, STEP + 1))  # the stage before may have heard APPLY earlier
+    assert tell(control, T.APPLY, Apply(STEP + 1, 1.0))
+    control.sending(evaluated(1, STEP + 1))
+    assert tell(control, T.GATHER, Gather(STEP + 1))
+
+
+def in_evaluation() -> WorkerControl:
+    control = running()
+    tell(control, T.STEP, evaluation(1))
+    return control
+
+
 def test_state_of_any_size_is_counted_by_tensors() -> None:
     control = WorkerControl(EPOCH)
     tell(control, T.SYNC, Sync(EPOCH, STEP, 1))
@@ -121,6 +149,13 @@ def test_state_of_any_size_is_counted_by_tensors() -> None:
         (in_step, T.STEP, Step(STEP + 1, 1), "STEP of step 8 may not come"),
         (is_ready, T.APPLY, Apply(STEP + 2, 1.0), "APPLY of step 9 may not come"),
         (is_ready, T.GATHER, Gather(STEP + 1), "GATHER after step 8 may not come"),
+        (running, T.STEP, evaluation(1, STEP - 1), "STEP of step 6 may not come"),
+        (running, T.STEP, evaluation(1, STEP + 1), "STEP of step 8 may not come"),
+        (in_step, T.STEP, evaluation(1, STEP + 1), "STEP of step 8 may not come"),
+        (in_evaluation, T.STEP, evaluation(2), "and APPLY of 7, in evaluation 1"),
+        (in_evaluation, T.STEP, Step(STEP + 1, 1), "STEP of step 8 may not come"),
+        (in_evaluation, T.GATHER, Gather(STEP), "GATHER after step 7 may not come"),
+        (in_evaluation, T.APPLY, Apply(STEP, 1.0), "APPLY of step 7 may not come"),
     ],
 )
 def test_frame_out_of_its_turn_is_refused(make, type_: FrameType, header: Header, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -154,6 +189,12 @@ def test_decision_comes_once() -> None:
         (running, ready(STEP + 1)),
         (in_step, ready(STEP)),
         (is_ready, ready(STEP + 1)),
+        (running, evaluated(1)),
+        (in_step, evaluated(1, STEP + 1)),
+        (in_evaluation, evaluated(2)),
+        (in_evaluation, evaluated(1, STEP + 1)),
+        (in_evaluation, ready(STEP)),
+        (in_evaluation, ready(STEP + 1)),
     ],
 )
 def test_own_answer_to_nothing_is_refused(make, header: Header) -> None:  # type: ignore[no-untyped-def]

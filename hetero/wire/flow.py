@@ -43,6 +43,8 @@ class LinkFlow:
         max_length: most tokens of a row.
         in_flight_cap: of the sending stage, from the number of micro-batches; None lets a whole step through.
         num_experts: that a router chooses from where the router loss is on, else 0.
+        max_eval_rows: most rows of a micro-batch of an evaluation; None: `max_rows`.
+        eval_cap: most micro-batches of an evaluation that were sent and not yet taken; None lets all through.
     """
 
     def __init__(
@@ -54,8 +56,13 @@ class LinkFlow:
         max_length: int,
         in_flight_cap: Callable[[int], int] | None = None,
         num_experts: int = 0,
+        max_eval_rows: int | None = None,
+        eval_cap: int | None = None,
     ) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
+        self._max_eval_rows, self._eval_cap = max_eval_rows or max_rows, eval_cap
+        self._evaluation = 0  # the last one's number after this step
+        self._evaluating = False
         self._in_flight_cap = in_flight_cap or (lambda num_microbatches: num_microbatches)
         self._max_rows, self._max_length, self._num_experts = max_rows, max_length, num_experts
         self._step: int | None = None
@@ -70,27 +77,39 @@ class LinkFlow:
         """
         if self._next_forward < len(self._shapes) or self._next_backward < len(self._shapes):
             raise RemoteProtocolError(f"step {header.step} begins before step {self._step} is over")
-        if self._step is not None and header.step != self._step + 1:
-            raise RemoteProtocolError(f"step {self._step + 1} must follow, got step {header.step}")
+        self._check_order(header)
         if len(shapes_payload) == 0 or len(shapes_payload) % 8:
             raise RemoteProtocolError(f"micro-batch shapes are pairs of int32, got {len(shapes_payload)} bytes")
         shapes = unpack_shapes(shapes_payload)
+        max_rows = self._max_eval_rows if header.evaluate else self._max_rows
         for rows, length in shapes:
-            if not (1 <= rows <= self._max_rows and 1 <= length <= self._max_length):
+            if not (1 <= rows <= max_rows and 1 <= length <= self._max_length):
                 raise RemoteProtocolError(
-                    f"a micro-batch has at most {self._max_rows} rows of {self._max_length} tokens, "
-                    f"got {rows} of {length}"
+                    f"a micro-batch has at most {max_rows} rows of {self._max_length} tokens, got {rows} of {length}"
                 )
         tokens = sum(rows * length for rows, length in shapes)
         if header.label_tokens > tokens:
             raise RemoteProtocolError(f"step {header.step} has fewer tokens than its {header.label_tokens} labels")
-        least, most = (max(1, header.label_tokens), tokens) if self._num_experts else (0, 0)
+        least, most = (max(1, header.label_tokens), tokens) if self._num_experts and not header.evaluate else (0, 0)
         if not least <= header.real_tokens <= most:
             raise RemoteProtocolError(
                 f"step {header.step} must have {least} to {most} real_tokens, got {header.real_tokens}"
             )
         self._step, self._shapes, self._next_forward, self._next_backward = header.step, shapes, 0, 0
+        self._evaluation, self._evaluating = header.evaluate, header.evaluate > 0
         return shapes
+
+    def _check_order(self, header: Step) -> None:
+        """One step follows the other, and the evaluations after a step have the numbers 1, 2, ..."""
+        if header.evaluate:
+            if header.step != (header.step if self._step is None else self._step):
+                raise RemoteProtocolError(f"an evaluation after step {self._step} may follow, got step {header.step}")
+            if header.evaluate != self._evaluation + 1:
+                raise RemoteProtocolError(
+                    f"evaluation {self._evaluation + 1} after step {header.step} may follow, got {header.evaluate}"
+                )
+        elif self._step is not None and header.step != self._step + 1:
+            raise RemoteProtocolError(f"step {self._step + 1} must follow, got step {header.step}")
 
     def sent(self, type_: FrameType) -> None:
         """Takes note of a FORWARD or BACKWARD that this side sent."""
@@ -111,7 +130,8 @@ class LinkFlow:
                 f"{type_.name} of step {self._step} micro-batch {expected} of {len(self._shapes)} must follow, "
                 f"got step {header.step} micro-batch {header.micro_batch}"
             )
-        cap = self._in_flight_cap(len(self._shapes))
+        num_micro_batches = len(self._shapes)
+        cap = self._eval_cap or num_micro_batches if self._evaluating else self._in_flight_cap(num_micro_batches)
         if type_ is FrameType.FORWARD and self._next_forward - self._next_backward >= cap:
             raise RemoteProtocolError(f"at most {cap} micro-batches may be in flight here, got one more")
         if type_ is FrameType.BACKWARD and expected >= self._next_forward:
@@ -124,7 +144,7 @@ class LinkFlow:
         required = allowed.keys() - (RIDERS.keys() - {"labels"})
         if not required <= found.keys() or any(allowed.get(name) != entry for name, entry in found.items()):
             raise RemoteProtocolError(
-                f"{type_.name} must hold {', '.join(map(_show, allowed.values()))}; "
+                f"{type_.name} must hold {', '.join(map(_show, allowed.values())) or 'no tensors'}; "
                 f"got {', '.join(map(_show, header.tensors))}"
             )
         widths = [DTYPE_BYTES[entry.dtype] for entry in header.tensors]
@@ -135,15 +155,17 @@ class LinkFlow:
         self.sent(type_)
 
     def _allowed(self, type_: FrameType, rows: int, length: int) -> dict[str, TensorEntry]:
+        if self._evaluating and type_ is FrameType.BACKWARD:
+            return {}
         large = "hidden" if type_ is FrameType.FORWARD else "grad"
         allowed = {large: TensorEntry(large, self._dtype, [rows, length, self._hidden_size])}  # type: ignore[arg-type]
         if type_ is FrameType.FORWARD:
             for name, dtype in RIDERS.items():
                 allowed[name] = TensorEntry(name, dtype, [rows, length])  # type: ignore[arg-type]
-        if self._num_experts and type_ is FrameType.FORWARD:
+        if self._num_experts and type_ is FrameType.FORWARD and not self._evaluating:
             for name, shape in ROUTER_SUMS.items():
                 allowed[name] = TensorEntry(name, "float32", shape(self._num_experts))
-        elif self._num_experts:
+        elif self._num_experts and not self._evaluating:
             allowed[ROUTER_GRAD] = TensorEntry(ROUTER_GRAD, "float32", [self._num_experts])
         return allowed
 

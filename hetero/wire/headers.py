@@ -133,12 +133,14 @@ class Synced(Header, frozen=True, forbid_unknown_fields=True):
 class Step(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A step begins; the payload is int32 [M, 2]: rows and length of each micro-batch.
 
-    `real_tokens`, all but padding, is there where the router loss is on.
+    `real_tokens`, all but padding, is there where the router loss is on. With `evaluate`, a number from 1 on after each
+    step, micro-batches only go forward, with what `step` has left; a BACKWARD without tensors says that one was taken.
     """
 
     step: Count
     label_tokens: Count
     real_tokens: Count = 0
+    evaluate: Count = 0
 
 
 class Tensors(Header, frozen=True, forbid_unknown_fields=True):
@@ -152,7 +154,8 @@ class Tensors(Header, frozen=True, forbid_unknown_fields=True):
 class Ready(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A stage's backward work of a step is done; the payload is float64 [n]: squared gradient norms.
 
-    The last stage gives the `loss`, and where the router loss is on the part of it that is the routers'.
+    The last stage gives the `loss`, and where the router loss is on the part of it that is the routers'. After an
+    evaluation, whose number `evaluate` is, the loss is the sum over its label tokens, without the routers' part.
     """
 
     step: Count
@@ -163,6 +166,7 @@ class Ready(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     bytes_sent: Count
     memory_bytes: Count
     router_loss: float | None = None
+    evaluate: Count = 0
 
 
 class Apply(Header, frozen=True, forbid_unknown_fields=True):
