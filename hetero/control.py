@@ -51,7 +51,7 @@ class AllSynced:
 
 @dataclass(frozen=True)
 class StepReady:
-    """Every worker finished the backward work of a step; stage -> its READY, its squared norms' and its spans' bytes."""
+    """Every worker finished the backward work of a step; stage -> its READY, and its norms and spans as bytes."""
 
     step: int
     ready: dict[int, Ready]

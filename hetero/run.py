@@ -39,6 +39,8 @@ from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec
 from hetero.stopping import Stop, Terminated, signals_ask
+from hetero.timeline import Timeline
+from hetero.tracing import Tracing
 from hetero.training_state import adapter_of, as_state, part_of
 from hetero.transport.identity import Identity
 from hetero.watchdog import Progress, Watchdog
@@ -58,6 +60,7 @@ class RunResult:
         adapter_dir: the adapter of the whole model.
         stages: device and dtype of each stage.
         stopped: who asked for its end before its last step; None where nobody did.
+        timeline: of the last step; None where there is none yet.
     """
 
     spec: RunSpec
@@ -65,6 +68,7 @@ class RunResult:
     records: list[dict[str, Any]] = field(default_factory=list)
     stages: list[tuple[str, str]] = field(default_factory=list)
     stopped: str | None = None
+    timeline: Timeline | None = None
 
 
 @dataclass
@@ -101,9 +105,11 @@ class Run:
     _member: Member | None = None
     _joined: bool = False
     _progress: Progress = field(init=False)
+    _tracing: Tracing = field(init=False)
 
     def __post_init__(self) -> None:
         self._progress = Progress(step_s=self.spec.stuck_s)
+        self._tracing = Tracing(self.resolved.config.loop.trace_steps)
 
     def through_all_sessions(self) -> None:
         """Runs session after session until the run is over.
@@ -123,6 +129,8 @@ class Run:
                 raise
             again = f"the same command with checkpoint.resume=latest goes on after step {saved}"
             raise exc.adding(again) from exc
+        finally:
+            self._tracing.write(self.result.adapter_dir.parent, self.spec)
 
     def _through_all_sessions(self) -> None:
         recovery = Recovery(self.resolved.config.recovery)
@@ -221,6 +229,10 @@ class Run:
                 if (state := self.saver.own_part(member)) is not None:
                     self._keep_own_part(record["step"], state)
 
+            def on_timeline(began_s: float, timeline: Timeline) -> None:
+                self.result.timeline = timeline
+                self._tracing.add(began_s, timeline)
+
             train = registry.build("loop", spec.loop.target, config.allow_targets)
             train(
                 Training(
@@ -235,6 +247,7 @@ class Run:
                     first_step=step + 1,
                     stop=self.stop,
                     shapes=self._shapes(),
+                    on_timeline=on_timeline,
                 )
             )
         last = self._last_step()
@@ -277,6 +290,7 @@ class Run:
                 log.warning("checkpoint skipped: %s", line)
         step, state = (self.start.step, self.start.state) if snapshot is None else (snapshot.step, snapshot.tensors)
         self.result.records = [record for record in self.result.records if record["step"] <= step]
+        self._tracing.rewind(step)
         for logger in self.loggers:
             logger.rewind(step)
         return step, state

@@ -1,4 +1,4 @@
-"""What time it is at a peer, by the midpoint of pings (Cristian 1989): their clock minus this one, and how sure that is.
+"""What time it is at a peer, by the midpoint of pings (Cristian 1989): their clock minus this one, and how sure it is.
 
     here   asked ------------------------------> heard
     there          came -- went                          offset = ((came - asked) + (went - heard)) / 2
