@@ -12,7 +12,6 @@ import msgspec
 from hetero import folders
 from hetero.checked import convert
 from hetero.errors import ConfigError
-from hetero.facts import num_parameters
 from hetero.gantt import gantt_svg
 from hetero.memory import RunMemory
 from hetero.resolve import ResolvedRun
@@ -47,14 +46,16 @@ def planned_timeline(resolved: ResolvedRun, times: Any, memory: RunMemory) -> Ti
     run = given.pop("run", None)
     if run is not None:
         given = _of_run(Path(str(run)).expanduser(), given)
-    counts = num_parameters(resolved.facts)
+    head = resolved.facts.vocab_size * resolved.facts.hidden_size
+    tables = 1 if len(memory.stages) == 1 and resolved.facts.tie_word_embeddings else 2  # embedding and head
+    layers = sum(stage.parameters for stage in memory.stages) - tables * head
     per_step = memory.micro_batches
     return planned_step(
         resolved.spec(total_steps=0),
         convert(given, TimesSpec, root="times"),
         num_micro_batches=per_step,
-        layer_parameters=counts.layer,
-        head_parameters=counts.head,
+        layer_parameters=max(1, layers // resolved.facts.num_hidden_layers),
+        head_parameters=head,
         link_bytes=[(link.forward / per_step, link.backward / per_step) for link in memory.links],
     )
 
