@@ -15,13 +15,18 @@ def visualize(raw: dict[str, Any], run_dir: Path) -> None:
     from hetero.config import SHAPES_DIR
     from hetero.diagram import write_diagrams
     from hetero.memory import memory_of
+    from hetero.planned import write_planned_step
     from hetero.resolve import resolve
 
-    output = raw.pop("output")
+    output, times = raw.pop("output"), raw.pop("times")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
     place = run_dir if output is None else _of_job(Path(output).expanduser())
-    for path in write_diagrams(resolved, place, memory_of(resolved, SHAPES_DIR)):
+    memory = memory_of(resolved, SHAPES_DIR)
+    for path in write_diagrams(resolved, place, memory):
         log.info("%s", path)
+    if not place.suffix:  # a folder
+        for path in write_planned_step(resolved, times, memory, place):
+            log.info("%s", path)
 
 
 def _of_job(output: Path) -> Path:

@@ -31,6 +31,7 @@ from hetero.wire.headers import (
     Synced,
     Welcome,
 )
+from hetero.wire.spans import SPAN
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class AllSynced:
 
 @dataclass(frozen=True)
 class StepReady:
-    """Every worker finished the backward work of a step; stage -> its READY and its squared norms' bytes."""
+    """Every worker finished the backward work of a step; stage -> its READY, and its norms and spans as bytes."""
 
     step: int
     ready: dict[int, Ready]
     norms: dict[int, memoryview]
+    spans: dict[int, memoryview] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class CoordinatorControl:
     _ready: dict[int, Ready] = field(default_factory=dict)
     _norms: dict[int, memoryview] = field(default_factory=dict)
     _evaluation: int = 0  # number of the one after `step` that is under way
+    _spans: dict[int, memoryview] = field(default_factory=dict)
     _saving: set[int] = field(default_factory=set)  # stages whose state is on its way
 
     def received(self, stage: int, frame: Frame) -> list[Action]:
@@ -201,7 +204,8 @@ class CoordinatorControl:
     def begin_step(self, step: int) -> None:
         """The coordinator starts to compute a step."""
         self._expect(Phase.RUN)
-        self.step, self._ready, self._norms = step, {}, {}  # until here a READY that comes twice is known as such
+        self.step = step
+        self._ready, self._norms, self._spans = {}, {}, {}  # until here a READY that comes twice is known as such
         self._evaluation = 0
 
     def begin_evaluation(self, step: int, number: int) -> None:
@@ -294,10 +298,14 @@ class CoordinatorControl:
             raise RemoteProtocolError(f"READY of step {self.step} must come once, got step {header.step}")
         if frame.payload.nbytes % 8:
             raise RemoteProtocolError(f"norms are float64, got {frame.payload.nbytes} bytes")
-        self._ready[stage], self._norms[stage] = header, frame.payload
+        border = frame.payload.nbytes - header.num_spans * SPAN.size
+        if border < 0:
+            raise RemoteProtocolError(f"{header.num_spans} spans need more than {frame.payload.nbytes} bytes")
+        self._ready[stage] = header
+        self._norms[stage], self._spans[stage] = frame.payload[:border], frame.payload[border:]
         if len(self._ready) < len(self.peers):
             return []
-        return [Notify(StepReady(header.step, dict(self._ready), dict(self._norms)))]
+        return [Notify(StepReady(header.step, dict(self._ready), dict(self._norms), dict(self._spans)))]
 
     def _fail(self, error: PeerError) -> list[Action]:
         """Ends the session; the other workers are told why."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero.control import StepReady
 from hetero.data import BUCKET_MULTIPLE, Example, MicroBatch, indices_of_step, micro_batches
-from hetero.errors import NumericError, PeerError
+from hetero.errors import NumericError, PeerError, RemoteProtocolError
 from hetero.eval_rules import is_due
 from hetero.evaluation import Evaluation, evaluate
 from hetero.failpoints import hit
@@ -23,9 +23,15 @@ from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import DataSpec, RunSpec
 from hetero.stopping import Stop
+from hetero.timeline import Timeline, timeline_of_spans
 from hetero.wire.headers import Ready
+from hetero.wire.spans import MAX_SPANS, WorkSpan, unpack_spans
 
 log = logging.getLogger(__name__)
+
+# By which a worker's spans may lie outside the step before its clock is not believed: a little, and a
+# clock that runs a little faster. One that was suspended in between is far outside.
+CLOCK_SLACK_S, CLOCK_SLACK = 0.05, 0.001
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Training:
         shapes: stage -> global key -> shape of what trains there.
         pace: knows how fast each stage usually is.
         evaluation: on which rows, if there are any.
+        on_timeline: gets each step's start (`time.perf_counter`) and timeline, before `on_step` gets its record.
     """
 
     spec: RunSpec
@@ -61,6 +68,7 @@ class Training:
     shapes: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     evaluation: Evaluation | None = None
+    on_timeline: Callable[[float, Timeline], None] = lambda began_s, timeline: None
 
 
 def train(training: Training) -> None:
@@ -104,7 +112,7 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     training.session.begin_step(step)
     hit("coordinator.step_begun")
     try:
-        own, norms, _ = training.member.run_step(
+        own, norms, work = training.member.run_step(
             StepPlan(step, label_tokens, shapes, real_tokens), [batch.tensors() for batch in batches]
         )
         others = training.session.wait_ready()
@@ -125,6 +133,8 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     hit("coordinator.applied")
     elapsed = time.perf_counter() - started
     _tell_slow(training, step, readies, sum(rows * length for rows, length in shapes))
+    spans = {0: work.spans[:MAX_SPANS]} | _other_spans(training.session, others, len(shapes))
+    training.on_timeline(started, _timeline(training, step, readies, spans, started, elapsed))
     return {
         "step": step,
         "loss": readies[len(readies) - 1].loss,
@@ -169,6 +179,49 @@ def _other_norms(session: CoordinatorSession, others: StepReady | None) -> list[
             raise session.peer(stage).error("sent a squared gradient norm that is none")
         found += values
     return found
+
+
+def _other_spans(
+    session: CoordinatorSession, others: StepReady | None, num_micro_batches: int
+) -> dict[int, list[WorkSpan]]:
+    """What the workers did when, each on its own clock."""
+    found = {}
+    for stage, raw in others.spans.items() if others is not None else ():
+        try:
+            found[stage] = unpack_spans(raw, num_micro_batches)
+        except RemoteProtocolError as exc:
+            raise session.peer(stage).error(str(exc)) from None
+    return found
+
+
+def _timeline(
+    training: Training,
+    step: int,
+    readies: dict[int, Ready],
+    spans: dict[int, list[WorkSpan]],
+    began_s: float,
+    duration_s: float,
+) -> Timeline:
+    """The step on the coordinator's clock; a stage whose clock is not known, or cannot be right, is left out."""
+    ids = [stage.id for stage in training.spec.stages]
+    offsets, errors, notes = {0: 0.0}, [0.0], []
+    for stage, own in spans.items():
+        if readies[stage].spans_left_out:
+            notes.append(f"{readies[stage].spans_left_out} spans of {ids[stage]} are left out: too many micro-batches")
+        clock = training.session.clock(stage) if stage else None
+        if clock is None:
+            if stage:
+                notes.append(f"{ids[stage]} is left out: its clock is not known yet")
+            continue
+        room = clock.error_s + CLOCK_SLACK_S + CLOCK_SLACK * duration_s
+        shift = began_s + clock.offset_s
+        if any(start - shift < -room or end - shift > duration_s + room for start, end, _, _ in own):
+            notes.append(f"{ids[stage]} is left out: its clock runs differently")
+            continue
+        offsets[stage] = clock.offset_s
+        errors.append(clock.error_s)
+    shown = {stage: own for stage, own in spans.items() if stage in offsets}
+    return timeline_of_spans(step, ids, shown, offsets, began_s, duration_s, clock_error_s=max(errors), notes=notes)
 
 
 def _refuse_non_finite(spec: RunSpec, step: int, readies: dict[int, Ready]) -> None:

@@ -20,6 +20,7 @@ from hetero.training_state import part_of, put_state, take_state
 from hetero.transport.link import Link
 from hetero.watchdog import Phase, Progress
 from hetero.wire.headers import Ready
+from hetero.wire.spans import MAX_SPANS
 
 
 def check_device(spec: RunSpec, index: int, device_name: str) -> devices.Device:
@@ -157,6 +158,8 @@ class Member:
             bytes_sent=sent - self._sent_before,
             memory_bytes=self.stage.device.memory_bytes(),
             router_loss=self._router_loss(),
+            num_spans=min(len(work.spans), MAX_SPANS),
+            spans_left_out=max(0, len(work.spans) - MAX_SPANS),
         )
         self._sent_before = sent
         return ready, norms, work

@@ -42,6 +42,8 @@ from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec
 from hetero.stopping import Stop, Terminated, signals_ask
+from hetero.timeline import Timeline
+from hetero.tracing import Tracing
 from hetero.training_state import adapter_of, as_state, part_of
 from hetero.transport.identity import Identity
 from hetero.watchdog import Progress, Watchdog
@@ -64,6 +66,7 @@ class RunResult:
         task: what it was to do.
         evaluations: one for each evaluation, as in eval.jsonl.
         best: the step that checkpoint.keep_best has kept, whose adapter is in `best_dir`.
+        timeline: of the last step; None where there is none yet.
     """
 
     spec: RunSpec
@@ -74,6 +77,7 @@ class RunResult:
     task: str = "train"
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: Best | None = None
+    timeline: Timeline | None = None
 
     @property
     def best_dir(self) -> Path:
@@ -115,10 +119,12 @@ class Run:
     _member: Member | None = None
     _joined: bool = False
     _progress: Progress = field(init=False)
+    _tracing: Tracing = field(init=False)
 
     def __post_init__(self) -> None:
         self._progress = Progress(step_s=self.spec.stuck_s)
         self._keep_best()
+        self._tracing = Tracing(self.resolved.config.loop.trace_steps)
 
     def through_all_sessions(self) -> None:
         """Runs session after session until the run is over.
@@ -138,6 +144,8 @@ class Run:
                 raise
             again = f"the same command with checkpoint.resume=latest goes on after step {saved}"
             raise exc.adding(again) from exc
+        finally:
+            self._tracing.write(self.result.adapter_dir.parent, self.spec)
 
     def _through_all_sessions(self) -> None:
         recovery = Recovery(self.resolved.config.recovery)
@@ -236,6 +244,10 @@ class Run:
                 if (state := self.saver.own_part(member)) is not None:
                     self._keep_own_part(record["step"], state)
 
+            def on_timeline(began_s: float, timeline: Timeline) -> None:
+                self.result.timeline = timeline
+                self._tracing.add(began_s, timeline)
+
             train = registry.build("loop", spec.loop.target, config.allow_targets)
             train(
                 Training(
@@ -251,6 +263,7 @@ class Run:
                     stop=self.stop,
                     shapes=self._shapes(),
                     evaluation=self._evaluation(),
+                    on_timeline=on_timeline,
                 )
             )
         if self.result.task == "evaluate":
@@ -336,6 +349,7 @@ class Run:
         self.result.records = [record for record in self.result.records if record["step"] <= step]
         self.result.evaluations = [record for record in self.result.evaluations if record["step"] <= step]
         self._keep_best()
+        self._tracing.rewind(step)
         for logger in self.loggers:
             logger.rewind(step)
         return step, state

@@ -23,6 +23,7 @@ from hetero.transport.link import Link, Received
 from hetero.watchdog import Phase, Progress
 from hetero.wire.flow import RIDERS, ROUTER_GRAD, pack_shapes, unpack_shapes
 from hetero.wire.headers import FrameType, Step, Tensors
+from hetero.wire.spans import WorkSpan
 from hetero.wire.tensors import DTYPES, pack, unpack
 
 
@@ -42,11 +43,11 @@ class StepPlan:
 
 @dataclass
 class StepWork:
-    """What a stage did in a step: seconds computing, seconds waiting, and (start, end, what, micro-batch) spans."""
+    """What a stage did in a step: seconds computing, seconds waiting, and spans as `hetero.wire.spans` names them."""
 
     busy_s: float = 0.0
     wait_s: float = 0.0
-    spans: list[tuple[float, float, str, int]] = field(default_factory=list)
+    spans: list[WorkSpan] = field(default_factory=list)
 
 
 class Runtime:
@@ -122,6 +123,7 @@ class _OneStep:
         self._grads: deque[dict[str, torch.Tensor]] = deque()
         self._num_forward = self._num_backward = 0
         self._work = StepWork()
+        self._handed: dict[tuple[FrameType, int], float] = {}  # when a micro-batch's frame was handed to its link
 
     def run(self) -> StepWork:
         """Works until every micro-batch went backward; in an evaluation, until the next stage has taken them all."""
@@ -141,6 +143,8 @@ class _OneStep:
                 self._timed(self._forward, "forward", self._num_forward)
             else:
                 self._timed(self._backward, "backward", self._num_backward)
+        self._add_sent(FrameType.FORWARD, self._rt._downstream)
+        self._add_sent(FrameType.BACKWARD, self._rt._upstream)
         return self._work
 
     def _forward(self) -> None:
@@ -184,6 +188,7 @@ class _OneStep:
         dtype = self._rt._downstream_dtype if type_ is FrameType.FORWARD else self._rt._upstream_dtype
         on_host = {name: self._rt.stage.device.to_host(tensor.to(dtype)) for name, tensor in large.items()}
         table, payload = pack(on_host | riders)
+        self._handed[type_, micro_batch] = time.perf_counter()
         link.send(type_, Tensors(step=self._plan.step, micro_batch=micro_batch, tensors=table), payload)
 
     def _on_host(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -194,9 +199,26 @@ class _OneStep:
             self._take(event)
 
     def _wait(self) -> None:
+        """Until something comes; the span has its name, since that ended it."""
         before = time.perf_counter()
-        self._take(self._rt.inbox.get(self._is_work))
-        self._work.wait_s += time.perf_counter() - before
+        event = self._rt.inbox.get(self._is_work)
+        self._take(event)
+        after = time.perf_counter()
+        self._work.wait_s += after - before
+        what, micro_batch = _name(event.frame.type), event.frame.header.micro_batch
+        self._work.spans.append((before, after, f"wait {what}", micro_batch))
+
+    def _add_sent(self, type_: FrameType, link: Link | None) -> None:
+        """The spans of frames from their handing over until they were written; the last may be on its way yet."""
+        if link is None:
+            return
+        what = _name(type_)
+        ends = {micro_batch: end for step, micro_batch, end in link.written() if step == self._plan.step}
+        for (kind, micro_batch), start in self._handed.items():
+            if kind is type_:
+                end = ends.get(micro_batch)
+                name = "sending" if end is None else "send"
+                self._work.spans.append((start, start if end is None else end, f"{name} {what}", micro_batch))
 
     def _is_work(self, event: object) -> bool:
         return (
@@ -208,6 +230,8 @@ class _OneStep:
     def _take(self, event: object) -> None:
         assert isinstance(event, Received)
         assert isinstance(event.frame.header, Tensors)
+        what, micro_batch = _name(event.frame.type), event.frame.header.micro_batch
+        self._work.spans.append((event.begun_s, event.ended_s, f"receive {what}", micro_batch))
         tensors = unpack(event.frame.header.tensors, event.frame.payload)
         if event.frame.type is FrameType.FORWARD:
             if self._rt.stage.is_last:
@@ -232,6 +256,10 @@ class _OneStep:
         after = time.perf_counter()
         self._work.busy_s += after - before
         self._work.spans.append((before, after, what, micro_batch))
+
+
+def _name(type_: FrameType) -> str:
+    return "forward" if type_ is FrameType.FORWARD else "backward"
 
 
 def step_plan_of(event: Received) -> StepPlan:

@@ -34,6 +34,7 @@ from hetero.neighbours import flow_at_boundary, open_link
 from hetero.relay import open_relay
 from hetero.spec import RunSpec
 from hetero.transport.backoff import Backoff
+from hetero.transport.clock import Offset
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.versions import differences, versions
@@ -232,6 +233,11 @@ class CoordinatorSession:
     def peer(self, stage: int) -> Peer:
         """Where a worker is."""
         return self._workers[stage].peer
+
+    def clock(self, stage: int) -> Offset | None:
+        """A worker's clock minus this process's, by pings over its control; None before the first answer."""
+        link = self._workers[stage].link
+        return None if link is None else link.clock.offset(time.perf_counter())
 
     def send_message(self, stage: int, message: Message) -> None:
         """Sends a message of the extension point to a worker."""

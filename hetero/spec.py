@@ -173,6 +173,7 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     microbatch_size: AtLeast1 = 1
     max_grad_norm: Annotated[float, Meta(ge=0)] | None = 1.0
     recompute: Literal["none", "layer", "stage"] = "none"
+    trace_steps: Annotated[int, Meta(ge=0, le=1000)] = 3
     eval_every: Annotated[int, Meta(ge=1, extra=_EVAL_EVERY)] | None = None
     eval_batch_size: AtLeast1 | None = None
 

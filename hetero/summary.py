@@ -7,6 +7,7 @@ from typing import Any
 
 from hetero.evaluation import evaluation_shown
 from hetero.run import RunResult
+from hetero.timeline import bottleneck
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def summary_lines(result: RunResult) -> list[str]:
             f"loss {first:.2f} -> {last:.2f} (means of the first and last {part} steps)"
         )
         lines += [_stage_line(result, index) for index in range(len(result.spec.stages))]
+        lines += _bottleneck_line(result)
     else:
         lines.append("0 steps: the adapter is the initial one")
     lines.append(f"adapter: {result.adapter_dir}")
@@ -86,9 +88,19 @@ def _stage_line(result: RunResult, index: int) -> str:
     memory = max(stage["memory_bytes"] for stage in mine) / 2**20
     return (
         f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {dtype}; "
-        f"computing {busy / elapsed:.0%}, waiting {wait / elapsed:.0%}; sends {sent:.2f} MiB/step; "
+        f"computing {busy / elapsed:.0%}, idle {1 - busy / elapsed:.0%} (waiting {wait / elapsed:.0%}); "
+        f"sends {sent:.2f} MiB/step; "
         f"peak memory {memory:,.0f} MiB"
     )
+
+
+def _bottleneck_line(result: RunResult) -> list[str]:
+    """Of the last step, where all stages are in its timeline."""
+    timeline = result.timeline
+    if timeline is None or not all(timeline.busy_s(stage) for stage in range(len(timeline.stages))):
+        return []
+    found = bottleneck(timeline)
+    return [f"  bottleneck: {found.name} ({found.why}; step {timeline.step})"]
 
 
 def _next(result: RunResult) -> str:

@@ -28,6 +28,7 @@ from hetero.transport.listening import Listening, bound_address
 from hetero.transport.tcp import TcpTransport
 from hetero.watchdog import Progress, Watchdog
 from hetero.wire.headers import FrameType, Gather, Synced
+from hetero.wire.spans import pack_spans
 from hetero.wire.tensors import NAMES, as_bytes
 from hetero.worker_session import SessionOver, WorkerSession
 
@@ -221,8 +222,9 @@ def _do_step(session: WorkerSession, member: Member, order: Received, folder: Pa
         return
     hit("worker.step_begun")
     try:
-        ready, norms, _ = member.run_step(plan)
-        session.send(FrameType.READY, ready, (as_bytes(norms),) if norms.numel() else ())
+        ready, norms, work = member.run_step(plan)
+        spans = memoryview(pack_spans(work.spans[: ready.num_spans]))
+        session.send(FrameType.READY, ready, (as_bytes(norms), spans) if norms.numel() else (spans,))
         hit("worker.ready_sent")
         apply = session.wait_apply()
     except PeerError as exc:

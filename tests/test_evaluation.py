@@ -35,6 +35,7 @@ from hetero.eval_rows import hold_out, load_all
 from hetero.eval_rules import is_due
 from hetero.evaluation import PASS_MICRO_BATCHES, Evaluation, evaluate, evaluation_shown, record_of
 from hetero.evaluation import _passes as passes
+from hetero.inputs import check_inputs
 from hetero.resolve import resolve
 from hetero.runtime import StepPlan
 from hetero.spec import AdapterSpec, Config, DataSpec, LoopSpec, RouterLossSpec, RunSpec
@@ -358,8 +359,8 @@ BAD: list[tuple[list[str], str]] = [
     (["data.eval_fraction=1.5"], r"data\.eval_fraction must be .*got 1\.5; 0\.1 holds a tenth"),
     (["data.eval_fraction=0.1", "data.eval_path=x"], r"data\.eval_fraction must be null with data\.eval_path"),
     (["data.eval_split=test"], r"data\.eval_split must be null for data=pydocs"),
-    (["data.eval_path=/no/such.jsonl"], r"data\.eval_path must be a file of JSON lines, found none at /no/such"),
-    (["task=evaluate", "data.eval_path=/tmp"], r"data\.eval_path must be a file of JSON lines, found none at /tmp"),
+    (["data.eval_path=/no/such.jsonl"], r"data\.eval_path must be a file of JSON lines, found nothing at /no/such"),
+    (["task=evaluate", "data.eval_path=/tmp"], r"data\.eval_path must be a file of JSON lines, got the folder /tmp"),
     (["task=evaluate", "checkpoint.resume=latest"], r"checkpoint\.resume must be null with task=evaluate"),
     (["task=judge"], r"task must be one of train, evaluate"),
     (["checkpoint.keep_best=true", "data.eval_fraction=0.1"], r"checkpoint\.keep_best=true needs evaluations"),
@@ -376,7 +377,7 @@ BAD: list[tuple[list[str], str]] = [
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve(composed(*overrides), shapes_dir=SHAPES_DIR)
+        check_inputs(resolve(composed(*overrides), shapes_dir=SHAPES_DIR))
     assert "\n" not in str(caught.value)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero.errors import HeteroError
+from hetero.transport.clock import PeerClock
 from hetero.wire.frames import Frame
 from hetero.wire.headers import FrameType, Header
 from hetero.wire.protocol import Connection
@@ -14,10 +15,12 @@ from hetero.wire.protocol import Connection
 
 @dataclass(frozen=True)
 class Received:
-    """A frame came in."""
+    """A frame came in; its first byte at `begun_s` and its last at `ended_s` of `time.perf_counter`."""
 
     link: Link
     frame: Frame
+    begun_s: float = 0.0
+    ended_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Link(Protocol):
 
     connection: Connection
     name: str
+    clock: PeerClock
 
     def start(self) -> None:
         """Begins to receive."""
@@ -57,3 +61,6 @@ class Link(Protocol):
 
     def bytes_sent(self) -> int:
         """Bytes given to the network so far."""
+
+    def written(self) -> list[tuple[int, int, float]]:
+        """Step, micro-batch and `time.perf_counter` of each tensor frame that was written whole since the last call."""

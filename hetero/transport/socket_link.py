@@ -15,13 +15,15 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from hetero.errors import HeteroError, LocalProtocolError, PeerError, RemoteProtocolError
 from hetero.transport.channel import Channel
+from hetero.transport.clock import PeerClock
 from hetero.transport.link import Closed, Deliver, Received
 from hetero.transport.outbox import Outbox
-from hetero.wire.headers import Fault, FrameType, Header, Heartbeat
+from hetero.wire.headers import Fault, FrameType, Header, Heartbeat, Tensors
 from hetero.wire.protocol import Connection, ConnectionState
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ LATE_LOOP_S = 5.0  # this thread itself slept (suspend, swap): peers get a full 
 PROGRESS_S, PROGRESS_BYTES = 10.0, 64 * 1024  # what a message that has begun must gain, however slow the line
 FLUSH_S = 2.0
 HANDSHAKE_S = 5.0  # to prove the secret, however long the peer may be silent afterwards
+FIRST_PINGS, FIRST_PING_S = 5, 0.2  # quick ones, so that a short run knows the peer's clock as well
+MAX_WRITTEN = 8192  # frames whose end nobody asked for, as on a relay
 TELL_S = 0.5  # for an ERROR to a peer that broke the protocol
 
 
@@ -48,12 +52,14 @@ class SocketLink:
     def __init__(
         self, channel: Channel, connection: Connection, *, deliver: Deliver, name: str, silence_s: float
     ) -> None:
-        self.connection, self.name = connection, name
+        self.connection, self.name, self.clock = connection, name, PeerClock()
         self._channel, self._socket = channel, channel.socket
         self._deliver, self._silence_s = deliver, silence_s
         self._lock = threading.Lock()  # guards connection, queue and the wake sockets' life
         self._outbox = Outbox()
         self._sent = self._received = 0
+        self._frame_begun_s = 0.0
+        self._written: deque[tuple[int, int, float]] = deque(maxlen=MAX_WRITTEN)
         self._closing = self._flush = False  # close() was called, and how
         self._ended = False  # nothing is queued any more
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -78,7 +84,8 @@ class SocketLink:
                 return
             was_idle = not self._outbox
             frame = self.connection.send(type_, header, payload)
-            self._outbox.add(frame, unhurried=type_ is FrameType.STATE)  # decisions about steps pass it
+            mark = (header.step, header.micro_batch) if isinstance(header, Tensors) else None
+            self._outbox.add(frame, unhurried=type_ is FrameType.STATE, mark=mark)  # decisions about steps pass STATE
         if was_idle:
             self._wake()
 
@@ -120,6 +127,14 @@ class SocketLink:
     def bytes_sent(self) -> int:
         """Bytes given to the network so far."""
         return self._sent
+
+    def written(self) -> list[tuple[int, int, float]]:
+        """See `Link`; behind TLS, when the last byte was encrypted."""
+        found = []
+        with contextlib.suppress(IndexError):  # the I/O thread adds, so asking for the length would prove nothing
+            while True:
+                found.append(self._written.popleft())
+        return found
 
     def _wake(self) -> None:
         # Under the lock, since a number of a closed socket may be another's already. Full: it wakes anyway.
@@ -186,7 +201,7 @@ class SocketLink:
                 if wanted != watched:
                     selector.modify(self._socket, wanted)
                     watched = wanted
-                beat_s = min(2.0, self._silence_s / 4)
+                beat_s = self._beat_s(beat_number)
                 pause_s = 0.0 if self._channel.pending() else max(0.0, last_beat + beat_s - time.monotonic())
                 ready = {key.fileobj: mask for key, mask in selector.select(pause_s)}
                 now = time.monotonic()
@@ -217,10 +232,34 @@ class SocketLink:
                     last_beat, beat_number = now, beat_number + 1
                     self._beat(beat_number)
 
+    def _pings(self) -> bool:
+        """The coordinator asks what time it is at a worker."""
+        return self.connection.dialler and self.connection.purpose == "control"
+
+    def _beat_s(self, number: int) -> float:
+        """Seconds from beat `number` to the next."""
+        first = self._pings() and number < FIRST_PINGS and not self._awaits_welcome()
+        return min(FIRST_PING_S if first else 2.0, self._silence_s / 4)
+
     def _beat(self, number: int) -> None:
+        ping = self._pings()
+        if self._say(Heartbeat(sequence=number, ping=ping)) and ping:
+            self.clock.asked(number, time.perf_counter())
+
+    def _say(self, beat: Heartbeat) -> bool:
+        """Queues a heartbeat where nothing else waits; behind something it would prove and measure nothing."""
         with self._lock:
-            if not self._outbox and not self._closing and self.connection.state is ConnectionState.OPEN:
-                self._outbox.add(self.connection.send(FrameType.HEARTBEAT, Heartbeat(sequence=number)))
+            if self._outbox or self._closing or self.connection.state is not ConnectionState.OPEN:
+                return False
+            self._outbox.add(self.connection.send(FrameType.HEARTBEAT, beat))
+            return True
+
+    def _on_beat(self, beat: Heartbeat) -> None:
+        now = time.perf_counter()
+        if beat.ping:
+            self._say(Heartbeat(sequence=0, answers=beat.sequence, came_s=now, went_s=time.perf_counter()))
+        if beat.answers is not None and beat.came_s is not None and beat.went_s is not None:
+            self.clock.answered(beat.answers, beat.came_s, beat.went_s, now)
 
     def _tell(self, reason: str) -> bool:
         """Queues an ERROR, so that the other side can say what it did wrong; False where none may be sent."""
@@ -290,7 +329,10 @@ class SocketLink:
         """
         heard = False
         for _ in range(MAX_BUFFERS_A_CALL):
+            at_border = self.connection.at_frame_border()
             count = self._channel.receive_into(self.connection.receive_buffer())
+            if at_border:
+                self._frame_begun_s = time.perf_counter()
             if count is None:
                 return heard
             if count == 0:
@@ -303,8 +345,12 @@ class SocketLink:
             self._received += count
             with self._lock:
                 frame = self.connection.received(count)
-            if frame is not None and frame.type is not FrameType.HEARTBEAT:
-                self._deliver(Received(self, frame))
+            if frame is None:
+                continue
+            if isinstance(frame.header, Heartbeat):
+                self._on_beat(frame.header)
+            else:
+                self._deliver(Received(self, frame, self._frame_begun_s, time.perf_counter()))
         return heard
 
     def _send_queued(self) -> None:
@@ -319,7 +365,10 @@ class SocketLink:
                 return
             self._sent += count
             with self._lock:
-                self._outbox.sent(count)
+                marks = self._outbox.sent(count)
+            if marks:
+                now = time.perf_counter()
+                self._written.extend((step, micro_batch, now) for step, micro_batch in marks)
 
 
 def _why(exc: OSError) -> str:

@@ -155,7 +155,9 @@ class Ready(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     """A stage's backward work of a step is done; the payload is float64 [n]: squared gradient norms.
 
     The last stage gives the `loss`, and where the router loss is on the part of it that is the routers'. After an
-    evaluation, whose number `evaluate` is, the loss is the sum over its label tokens, without the routers' part.
+    evaluation, whose number `evaluate` is, the loss is the sum over its label tokens, without the routers' part. Behind
+    the norms come `num_spans` spans (`hetero.wire.spans`): what the stage did when, on its own clock; `spans_left_out`
+    more did not fit.
     """
 
     step: Count
@@ -167,6 +169,8 @@ class Ready(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     memory_bytes: Count
     router_loss: float | None = None
     evaluate: Count = 0
+    num_spans: Annotated[int, Meta(ge=0, le=4096)] = 0
+    spans_left_out: Count = 0
 
 
 class Apply(Header, frozen=True, forbid_unknown_fields=True):
@@ -195,10 +199,18 @@ class State(Header, frozen=True, forbid_unknown_fields=True):
     offset: Count
 
 
-class Heartbeat(Header, frozen=True, forbid_unknown_fields=True):
-    """A sign of life, independent of compute."""
+class Heartbeat(Header, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A sign of life, independent of compute.
+
+    `ping` asks for an answer at once. The answer holds the ping's sequence, and on the answerer's clock when it came
+    and when the answer went.
+    """
 
     sequence: Count
+    ping: bool = False
+    answers: Count | None = None
+    came_s: float | None = None
+    went_s: float | None = None
 
 
 class Reason(Header, frozen=True, forbid_unknown_fields=True):
