@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hetero.errors import ConfigError
 from hetero.experts import router_loss_line
 from hetero.folders import one_line
 from hetero.machines import unknown_hosts
+from hetero.prompts import Prompt, read_prompts
 from hetero.quantization import check_nf4
 from hetero.resolve import ResolvedRun
 from hetero.spec import WorkerEntry
@@ -33,6 +34,8 @@ class Prepared:
     pad_id: int
     adapter: adapters.ResolvedAdapter
     initial: dict[str, torch.Tensor]
+    prompts: list[Prompt] = field(default_factory=list)
+    tokenizer: Any | None = None
 
 
 def prepare(resolved: ResolvedRun) -> Prepared:
@@ -40,8 +43,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     config = resolved.config
     model_path = store.find_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
     tokenizer = _tokenizer(model_path, config.model.path)
-    data_set = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
-    log.info("data: %s", data_set.summary)
+    prompts = read_prompts(resolved, tokenizer, model_path)
+    data_set = _data_set(resolved, tokenizer)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
@@ -52,7 +55,17 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
+    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial, prompts, tokenizer)
+
+
+def _data_set(resolved: ResolvedRun, tokenizer: Any | None) -> data.DataSet:
+    """The rows that the task needs: for generation none."""
+    config = resolved.config
+    if config.task == "generate":
+        return data.DataSet((), "none")
+    found = data.load(config.data, tokenizer, vocab_size=resolved.facts.vocab_size, max_length=resolved.max_length)
+    log.info("data: %s", found.summary)
+    return found
 
 
 def check_quickly(resolved: ResolvedRun) -> None:
@@ -121,6 +134,8 @@ def _loaded(path: str | Path, revision: str | None = None) -> Any:
 def total_steps(resolved: ResolvedRun, num_examples: int) -> int:
     """Optimizer steps of the whole run."""
     loop = resolved.config.loop
+    if resolved.config.task == "generate":
+        return 0
     if loop.steps is not None:
         return loop.steps
     assert loop.epochs is not None

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from hetero.errors import RemoteProtocolError
+from hetero.wire.generation_flow import GenerationFlow
 from hetero.wire.headers import DTYPE_BYTES, MAX_PAYLOAD_BYTES, FrameType, Step, TensorEntry, Tensors
 
 # Small tensors that ride with the hidden states: name -> dtype; each has the shape [B, T].
@@ -43,6 +44,7 @@ class LinkFlow:
         max_length: most tokens of a row.
         in_flight_cap: of the sending stage, from the number of micro-batches; None lets a whole step through.
         num_experts: that a router chooses from where the router loss is on, else 0.
+        generation: judges generation, which this run may not do where it is None.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class LinkFlow:
         max_length: int,
         in_flight_cap: Callable[[int], int] | None = None,
         num_experts: int = 0,
+        generation: GenerationFlow | None = None,
     ) -> None:
+        self.generation = generation
         self._hidden_size, self._dtype = hidden_size, dtype
         self._in_flight_cap = in_flight_cap or (lambda num_microbatches: num_microbatches)
         self._max_rows, self._max_length, self._num_experts = max_rows, max_length, num_experts
