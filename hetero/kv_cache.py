@@ -12,8 +12,8 @@ def stage_cache(model: Any) -> Any | None:
 
     The base model asks the cache how long it is, and how long its windows are, through whichever entry comes first of
     a kind. An entry of another stage's layer would stay empty and give a mask for the wrong length, so it is an alias
-    of one that this stage fills: of the same kind (sliding, full) where it has one. Linear and ordinary attention cannot
-    stand in for one another, since one kind keeps a state and the other a length.
+    of one that this stage fills: of the same kind (sliding, full) where it has one. Linear and ordinary attention
+    cannot stand in for one another, since one kind keeps a state and the other a length.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
