@@ -18,6 +18,7 @@ from hetero.errors import LocalProtocolError, PeerError, RemoteProtocolError
 from hetero.wire.frames import Frame
 from hetero.wire.headers import (
     Apply,
+    Chosen,
     Fault,
     FrameType,
     Gather,
@@ -69,6 +70,14 @@ class StatePiece:
 
 
 @dataclass(frozen=True)
+class TokensChosen:
+    """The last stage's next token of each row of a batch of prompts, int64."""
+
+    header: Chosen
+    payload: memoryview
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """Somebody wants the run to end after this step, with a checkpoint."""
 
@@ -88,7 +97,7 @@ class Send:
 class Notify:
     """Action: tell the compute thread."""
 
-    event: Joined | AllSynced | StepReady | StatePiece | StopAsked
+    event: Joined | AllSynced | StepReady | StatePiece | TokensChosen | StopAsked
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,7 @@ class CoordinatorControl:
     _evaluation: int = 0  # number of the one after `step` that is under way
     _spans: dict[int, memoryview] = field(default_factory=dict)
     _saving: set[int] = field(default_factory=set)  # stages whose state is on its way
+    _awaited: tuple[int, int, int] | None = None  # batch, position and rows of the tokens that are to come
 
     def received(self, stage: int, frame: Frame) -> list[Action]:
         """A frame came from a worker; one that comes after the end means nothing."""
@@ -233,6 +243,12 @@ class CoordinatorControl:
         self.phase = Phase.GATHER
         return [Send(stage, FrameType.GATHER, Gather(step=step)) for stage in self.peers]
 
+    def await_tokens(self, batch: int, position: int, rows: int) -> None:
+        """Hidden states of prompts are on their way, so the last stage is to choose the next token of each row."""
+        if self.phase not in (Phase.RUN, Phase.GATHER):
+            raise LocalProtocolError(f"generation belongs to phase run or gather, the session is in {self.phase.value}")
+        self._awaited = batch, position, rows
+
     def state_complete(self, stage: int) -> None:
         """A stage's state is in, all of it."""
         self._saving.discard(stage)
@@ -278,6 +294,8 @@ class CoordinatorControl:
             return self._on_synced(stage, frame, header)
         if isinstance(header, Ready):
             return self._on_ready(stage, frame, header)
+        if isinstance(header, Chosen):
+            return self._on_chosen(stage, frame, header)
         raise RemoteProtocolError(f"{frame.type.name} has no meaning for a coordinator")
 
     def _on_synced(self, stage: int, frame: Frame, header: Synced) -> list[Action]:
@@ -306,6 +324,18 @@ class CoordinatorControl:
         if len(self._ready) < len(self.peers):
             return []
         return [Notify(StepReady(header.step, dict(self._ready), dict(self._norms), dict(self._spans)))]
+
+    def _on_chosen(self, stage: int, frame: Frame, header: Chosen) -> list[Action]:
+        if self._awaited is None or stage != max(self.peers):
+            raise RemoteProtocolError("tokens came that nobody asked for")
+        batch, position, rows = self._awaited
+        if (header.batch, header.position, frame.payload.nbytes) != (batch, position, 8 * rows):
+            raise RemoteProtocolError(
+                f"CHOSEN of batch {batch} position {position} with {8 * rows} bytes must come, got batch "
+                f"{header.batch} position {header.position} with {frame.payload.nbytes}"
+            )
+        self._awaited = None
+        return [Notify(TokensChosen(header, frame.payload))]
 
     def _fail(self, error: PeerError) -> list[Action]:
         """Ends the session; the other workers are told why."""

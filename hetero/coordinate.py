@@ -25,6 +25,7 @@ from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.prepare import check_quickly, prepare, total_steps
+from hetero.prompts import limits_of
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
@@ -68,6 +69,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         prepared = prepare(resolved)
         if not resolved.local_model:
             resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
+        resolved = dataclasses.replace(resolved, generation=limits_of(prepared.prompts, resolved))
         num_steps = total_steps(resolved, len(prepared.data_set.examples))
         spec = resolved.spec(total_steps=num_steps)
         order = resolved.config.data

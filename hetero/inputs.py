@@ -34,6 +34,8 @@ def check_inputs(resolved: ResolvedRun) -> None:
 
 def _check_all_rows(config: Config) -> None:
     data = config.data
+    if config.task == "generate":
+        return  # it reads no rows
     if data.source == "jsonl" and data.path and (config.task == "train" or data.eval_path is None):
         _check_rows("data.path", data.path)
     if data.eval_path is not None and evaluation_source(data).source == "jsonl":

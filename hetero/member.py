@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from hetero import device as devices
 from hetero import download, registry
+from hetero.decoding import evaluating
+from hetero.generation import PromptBatch, StageGeneration
 from hetero.inbox import Inbox
 from hetero.optim import learning_rate
 from hetero.quantization import check_nf4
@@ -99,12 +102,14 @@ class Member:
         self._initial = take_state(self.stage.trained, None)
         self._runtime: Runtime | None = None
         self._links: tuple[Link, ...] = ()
+        self._downstream: Link | None = None
         self._sent_before = 0
 
     def connect(self, inbox: Inbox, upstream: Link | None, downstream: Link | None) -> None:
         """Gives the stage the links of a session, and where they deliver."""
         dtypes = self.spec.boundary_dtypes
         self._sent_before = 0
+        self._downstream = downstream
         self._links = tuple(link for link in (upstream, downstream) if link is not None)
         self._runtime = Runtime(
             self.stage,
@@ -187,6 +192,24 @@ class Member:
         )
         self._sent_before = sent
         return ready
+
+    def begin_batch(self, batch: PromptBatch) -> StageGeneration:
+        """This stage's part of the generation for a batch of prompts; in `evaluating` only."""
+        dtypes = self.spec.boundary_dtypes
+        return StageGeneration(
+            self.stage,
+            batch,
+            downstream=self._downstream,
+            dtype=dtypes[self.index] if self.index < len(dtypes) else "float32",
+            progress=self.progress,
+        )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The stage without dropout, and where the run says so without its adapter."""
+        assert self.spec.generation is not None
+        with evaluating(self.stage, base_only=self.spec.generation.base_only):
+            yield
 
     def _router_loss(self) -> float | None:
         if self.stage.router is None or not self.stage.is_last:

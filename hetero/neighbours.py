@@ -14,6 +14,7 @@ from hetero.spec import RunSpec
 from hetero.transport.link import Closed, Link, Received
 from hetero.transport.tcp import ADVICE, TcpTransport
 from hetero.wire.flow import LinkFlow
+from hetero.wire.generation_flow import GenerationFlow
 from hetero.wire.headers import Fault, FrameType, Hello, Reason, Reject
 
 
@@ -32,6 +33,19 @@ def flow_at_boundary(spec: RunSpec, boundary: int) -> LinkFlow:
         num_experts=spec.router_loss.num_experts if spec.router_loss is not None else 0,
         max_eval_rows=spec.loop.eval_rows,
         eval_cap=evaluation_policy(spec.schedule.max_in_flight).in_flight_cap,
+        generation=generation_flow_at_boundary(spec, boundary),
+    )
+
+
+def generation_flow_at_boundary(spec: RunSpec, boundary: int) -> GenerationFlow | None:
+    """What that link may carry of generation; None in a run that generates nothing."""
+    if spec.generation is None:
+        return None
+    return GenerationFlow(
+        hidden_size=spec.hidden_size,
+        dtype=spec.boundary_dtypes[boundary],
+        max_rows=spec.generation.batch_size,
+        max_length=spec.generation.max_length,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hetero.errors import ConfigError
 from hetero.experts import router_loss_line
 from hetero.folders import one_line
 from hetero.machines import unknown_hosts
+from hetero.prompts import Prompt, read_prompts
 from hetero.quantization import check_nf4
 from hetero.resolve import ResolvedRun
 from hetero.spec import WorkerEntry
@@ -34,6 +35,8 @@ class Prepared:
     pad_id: int
     adapter: adapters.ResolvedAdapter
     initial: dict[str, torch.Tensor]
+    prompts: list[Prompt] = field(default_factory=list)
+    tokenizer: Any | None = None
 
 
 def prepare(resolved: ResolvedRun) -> Prepared:
@@ -41,8 +44,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     config = resolved.config
     model_path = store.find_weights(config.model.path, revision=config.model.revision, layers=_layers(resolved))
     tokenizer = _tokenizer(model_path, config.model.path)
-    limits = {"vocab_size": resolved.facts.vocab_size, "max_length": resolved.max_length}
-    data_set, evaluated = eval_rows.load_all(config, tokenizer, **limits)
+    prompts = read_prompts(resolved, tokenizer, model_path)
+    data_set, evaluated = _rows(resolved, tokenizer)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
@@ -53,7 +56,16 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    return Prepared(model_path, data_set, evaluated, 0 if pad_id is None else pad_id, adapter, initial)
+    pad_id = 0 if pad_id is None else pad_id
+    return Prepared(model_path, data_set, evaluated, pad_id, adapter, initial, prompts, tokenizer)
+
+
+def _rows(resolved: ResolvedRun, tokenizer: Any | None) -> tuple[data.DataSet, tuple[data.Example, ...]]:
+    """The rows to train on and those to evaluate on; for generation none."""
+    if resolved.config.task == "generate":
+        return data.DataSet((), "none"), ()
+    limits = {"vocab_size": resolved.facts.vocab_size, "max_length": resolved.max_length}
+    return eval_rows.load_all(resolved.config, tokenizer, **limits)
 
 
 def check_quickly(resolved: ResolvedRun) -> None:
@@ -122,7 +134,7 @@ def _loaded(path: str | Path, revision: str | None = None) -> Any:
 def total_steps(resolved: ResolvedRun, num_examples: int) -> int:
     """Optimizer steps of the whole run; none where it only evaluates."""
     loop = resolved.config.loop
-    if resolved.config.task == "evaluate":
+    if resolved.config.task != "train":
         return 0
     if loop.steps is not None:
         return loop.steps

@@ -2,6 +2,7 @@
 
     stage s --STEP, FORWARD--> coordinator --STEP, FORWARD--> stage s + 1
             <------BACKWARD---             <------BACKWARD---
+            --PROMPT, HIDDEN, ENDED->      --PROMPT, HIDDEN, ENDED->
 
 Frames pass from one connection's I/O thread to the other's queue, as they are and without a copy; both connections
 check them against the plan. Results are those of a chain.
@@ -20,7 +21,10 @@ from hetero.transport.link import Link, Received
 from hetero.transport.tcp import TcpTransport
 from hetero.wire.headers import FrameType, Hello
 
-_RELAYED = {FrameType.STEP, FrameType.FORWARD, FrameType.BACKWARD}
+_RELAYED = {
+    *(FrameType.STEP, FrameType.FORWARD, FrameType.BACKWARD),
+    *(FrameType.PROMPT, FrameType.HIDDEN, FrameType.ENDED),
+}
 
 
 @dataclass

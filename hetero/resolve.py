@@ -27,8 +27,11 @@ from hetero.schedule import policy_for
 from hetero.spec import (
     OPTIMIZER_ARGS,
     AnyOptimizerArgs,
+    CheckpointSpec,
     Config,
+    GenerationLimits,
     ObjectSpec,
+    RecoverySpec,
     RunSpec,
     ShardPlanSpec,
     StageSpec,
@@ -58,6 +61,7 @@ class ResolvedRun:
         max_length: most tokens of a row.
         experts: of the model; None where it has none.
         commit: of the hub, where the coordinator has its weights from there.
+        generation: its limits, once the prompts have been read.
     """
 
     config: Config
@@ -70,6 +74,7 @@ class ResolvedRun:
     max_length: int
     experts: Experts | None = None
     commit: str | None = None
+    generation: GenerationLimits | None = None
 
     def spec(self, *, total_steps: int, workers: list[WorkerEntry] | None = None) -> RunSpec:
         """What every machine of the run agrees on.
@@ -104,10 +109,11 @@ class ResolvedRun:
             stage=_object("stage", c.stage),
             optimizer=_optimizer(c),
             lr_schedule=c.lr_schedule,
-            loop=c.loop,
+            loop=msgspec.structs.replace(c.loop, sample_prompts=[]),  # the coordinator's own
             stuck_s=c.recovery.stuck_s,
             router_loss=router_loss_of(c.model.router_aux_loss, self.experts),
             commit=self.commit,
+            generation=self.generation,
         )
 
     def evenly_over(self, workers: list[WorkerEntry]) -> ResolvedRun:
@@ -132,7 +138,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     Raises:
         ConfigError: something cannot work.
     """
-    config = convert(raw, Config)
+    config = _for_task(convert(raw, Config))
     _check_objects(config)
     policy_for(config.schedule.name, 0, 1, 1, config.schedule.max_in_flight)
     raw_facts, folder = store.find_config(
@@ -160,7 +166,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
             quantizations=[stage.quantization or config.model.quantization for stage in stages],
         )
         _check_for_training(config)
-        if config.data.packing:
+        if config.data.packing and config.task != "generate":
             _check_packing(config, family, router_loss_of(config.model.router_aux_loss, experts) is not None)
         _check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
@@ -174,6 +180,27 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         local_model=is_path and config.model.path != TINY,
         max_length=max_length,
         experts=experts,
+    )
+
+
+def _for_task(config: Config) -> Config:
+    """Without what a task does not use: to generate needs no checkpoint, no metrics, and no second try.
+
+    Raises:
+        ConfigError: there is nothing to generate from, or a key means nothing for the task.
+    """
+    if config.task != "generate":
+        if config.prompts:
+            raise ConfigError("prompts must be empty with task=train: task=generate, or loop.sample_prompts=[...]")
+        return config
+    if not config.prompts:
+        raise ConfigError("prompts must hold at least one prompt for task=generate: 'prompts=[\"Hello\"]'")
+    if config.checkpoint.resume is not None:
+        raise ConfigError(
+            "checkpoint.resume must be null for task=generate, which reads no checkpoint: adapter.init_from=RUN/adapter"
+        )
+    return msgspec.structs.replace(
+        config, checkpoint=CheckpointSpec(), recovery=RecoverySpec(stuck_s=config.recovery.stuck_s), logger=None
     )
 
 
@@ -224,6 +251,8 @@ def _check_sizes(config: Config, facts: ModelFacts, max_length: int) -> None:
 
 
 def _check_for_training(config: Config) -> None:
+    if config.task == "generate":
+        return  # neither steps nor rows
     loop, data = config.loop, config.data
     if (loop.steps is None) == (loop.epochs is None):
         raise ConfigError(f"loop must give steps or epochs and null for the other, got {loop.steps} and {loop.epochs}")

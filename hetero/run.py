@@ -28,6 +28,7 @@ from hetero.console import StepProgress
 from hetero.errors import NumericError, PeerError, printable
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
+from hetero.generate import Generator, Sample, generate
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
@@ -35,9 +36,11 @@ from hetero.loop import Training
 from hetero.machines import remember
 from hetero.member import Member
 from hetero.prepare import Prepared
+from hetero.prompts import end_tokens
 from hetero.recovery import Recovery
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
+from hetero.samples import SampleView, write_samples
 from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec
@@ -67,6 +70,8 @@ class RunResult:
         evaluations: one for each evaluation, as in eval.jsonl.
         best: the step that checkpoint.keep_best has kept, whose adapter is in `best_dir`.
         timeline: of the last step; None where there is none yet.
+        samples: answers to the run's prompts.
+        samples_path: where they are kept; None before there are any.
     """
 
     spec: RunSpec
@@ -78,6 +83,8 @@ class RunResult:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: Best | None = None
     timeline: Timeline | None = None
+    samples: list[Sample] = field(default_factory=list)
+    samples_path: Path | None = None
 
     @property
     def best_dir(self) -> Path:
@@ -231,8 +238,12 @@ class Run:
         return member
 
     def _train(self, session: CoordinatorSession, member: Member, step: int) -> None:
-        """The steps that are left, the last checkpoint and the adapter."""
+        """The steps that are left, the last checkpoint, the adapter, and the trained model's answers to prompts."""
         config, spec = self.resolved.config, self.spec
+        if config.task == "generate":
+            self._generate(session, member)
+            self.result.stopped = self.stop.reason
+            return
         with StepProgress(spec.total_steps) as progress:
 
             def on_step(record: dict[str, Any]) -> None:
@@ -284,6 +295,29 @@ class Run:
             self.result.stopped = self.stop.reason
             if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
+        elif self.prepared.prompts:
+            self._generate(session, member)
+
+    def _generate(self, session: CoordinatorSession, member: Member) -> None:
+        """What the model as it is now answers to the run's prompts."""
+        config, prepared = self.resolved.config, self.prepared
+        assert self.spec.generation is not None
+        self.result.samples = []
+        with SampleView(min(self.spec.generation.batch_size, len(prepared.prompts))) as view:
+            generator = Generator(
+                member=member,
+                session=session,
+                tokenizer=prepared.tokenizer,
+                settings=config.generation,
+                end_ids=end_tokens(prepared.model_path),
+                pad_id=prepared.pad_id if prepared.pad_id < self.spec.vocab_size else 0,  # what it is, nobody sees
+                max_positions=self.resolved.facts.max_position_embeddings,
+                on_text=view.on_text,
+                stop=self.stop,
+            )
+            for samples in generate(generator, prepared.prompts):
+                self.result.samples += samples
+                self.result.samples_path = write_samples(self.result.adapter_dir.parent, self.result.samples)
 
     def _evaluation(self) -> Evaluation | None:
         if not self.prepared.evaluated:

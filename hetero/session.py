@@ -26,6 +26,7 @@ from hetero.control import (
     StatePiece,
     StepReady,
     StopAsked,
+    TokensChosen,
 )
 from hetero.errors import HeteroError, LocalProtocolError, PeerError
 from hetero.gathering import Gathering
@@ -220,6 +221,16 @@ class CoordinatorSession:
                 self._gathering = into
                 self._perform(self._control.gather(into.step))
 
+    def await_tokens(self, batch: int, position: int, rows: int) -> None:
+        """Hidden states of prompts are about to be sent to stage 1."""
+        with self._lock:
+            self._raise_failure()
+            self._control.await_tokens(batch, position, rows)
+
+    def wait_tokens(self) -> TokensChosen:
+        """Waits for the tokens that the last stage chooses."""
+        return self.inbox.get(lambda e: isinstance(e, TokensChosen))  # type: ignore[no-any-return]
+
     def is_saving(self) -> bool:
         """Whether state of workers is still on its way."""
         with self._lock:
@@ -327,7 +338,7 @@ class CoordinatorSession:
             if action.type not in (FrameType.ABORT, FrameType.STOP):
                 raise
 
-    def _notify(self, event: Joined | AllSynced | StepReady | StatePiece | StopAsked) -> None:
+    def _notify(self, event: Joined | AllSynced | StepReady | StatePiece | TokensChosen | StopAsked) -> None:
         if isinstance(event, StopAsked):
             if self._on_stop_asked is not None:
                 self._on_stop_asked(event.reason)

@@ -176,6 +176,7 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     trace_steps: Annotated[int, Meta(ge=0, le=1000)] = 3
     eval_every: Annotated[int, Meta(ge=1, extra=_EVAL_EVERY)] | None = None
     eval_batch_size: AtLeast1 | None = None
+    sample_prompts: list[PromptSpec] = []
 
     @property
     def eval_rows(self) -> int:
@@ -208,6 +209,43 @@ class RecoverySpec(Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: Annotated[float, Meta(ge=0, extra={"remedy": "recovery=none lets a lost machine end the run"})] = 0.0
     replan: bool = False
     stuck_s: Seconds = 120.0
+
+
+class GenerationSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """How text is generated, by `task=generate` and for `loop.sample_prompts`; names as in transformers."""
+
+    max_new_tokens: AtLeast1 = 64
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    top_k: AtLeast0 = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: AtLeast0 = 0
+    chat: Literal["auto"] | bool = "auto"
+    system: str | None = None
+    batch_size: Annotated[int, Meta(ge=1, le=4096)] = 8
+
+
+class Turn(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a prompt that is a conversation."""
+
+    role: Name
+    content: str
+
+
+PromptSpec = str | list[Turn]
+
+
+class GenerationLimits(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run's generation can grow to, which bounds frames and caches on every machine.
+
+    Attributes:
+        batch_size: most prompts at a time.
+        max_length: most tokens of a prompt and what follows it.
+        base_only: the adapter is left out.
+    """
+
+    batch_size: Annotated[int, Meta(ge=1, le=4096)]
+    max_length: AtLeast1
+    base_only: bool = False
 
 
 class AdamWArgs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -284,8 +322,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     worker: WorkerSpec
     outputs: Name
     logger: dict[str, dict[str, Any]] | None = None
+    prompts: list[PromptSpec] = []
+    generation: GenerationSpec = GenerationSpec()
     seed: AtLeast0 = 0
-    task: Literal["train", "evaluate"] = "train"
+    task: Literal["train", "evaluate", "generate"] = "train"
     role: Literal["auto", "coordinator", "worker"] = "auto"
     run_name: str | None = None
     dry_run: bool = False
@@ -313,6 +353,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
         stuck_s: a forward or backward that takes longer, and ten times the longest before, is taken for stuck.
         router_loss: experts and coefficient of the router's balancing loss; None where it is off.
         commit: of the model on the hub, from which the coordinator has it: what other machines download as well.
+        generation: its limits; None in a run that generates nothing.
     """
 
     seed: AtLeast0
@@ -336,6 +377,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     stuck_s: Seconds = 120.0
     router_loss: RouterLossSpec | None = None
     commit: Commit | None = None
+    generation: GenerationLimits | None = None
 
     def to_json(self) -> bytes:
         """The canonical JSON of this spec (keys sorted)."""

@@ -26,6 +26,8 @@ def summary_lines(result: RunResult) -> list[str]:
         return (
             lines if result.stopped is None else [*lines, f"stopped before the evaluation was over ({result.stopped})"]
         )
+    if result.spec.total_steps == 0 and result.samples:
+        return [*lines, *_sample_lines(result)]
     if records:
         elapsed = sum(record["step_time_s"] for record in records)
         tokens = sum(record["tokens"] for record in records)
@@ -40,6 +42,7 @@ def summary_lines(result: RunResult) -> list[str]:
     else:
         lines.append("0 steps: the adapter is the initial one")
     lines.append(f"adapter: {result.adapter_dir}")
+    lines += _sample_lines(result)
     if result.stopped is not None:
         last = records[-1]["step"] if records else 0
         lines.append(
@@ -68,6 +71,18 @@ def _evaluation_lines(result: RunResult) -> list[str]:
             f"{result.best_dir}"
         )
     return lines
+
+
+def _sample_lines(result: RunResult) -> list[str]:
+    """What became of the prompts; the texts are on the screen and in the file already."""
+    if not result.samples:
+        return []
+    samples = result.samples
+    cut = [sample.finish for sample in samples if sample.finish != "end"]
+    ended = f"{len(samples) - len(cut)} ended by themselves"
+    reasons = "".join(f", {cut.count(reason)} cut by {reason}" for reason in dict.fromkeys(cut))
+    tokens = sum(len(sample.output_ids) for sample in samples)
+    return [f"{len(samples)} prompts answered with {tokens} tokens: {ended}{reasons}; texts: {result.samples_path}"]
 
 
 def _mean_loss(records: list[dict[str, Any]]) -> float:

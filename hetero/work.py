@@ -15,6 +15,7 @@ from hetero.errors import PeerError, show_address
 from hetero.failpoints import hit
 from hetero.fingerprint import fingerprint
 from hetero.folders import models_cache
+from hetero.generation import batch_of, serve_batch
 from hetero.machines import hardware_line, name_or_address
 from hetero.member import Member, check_device
 from hetero.runtime import StepPlan, step_plan_of
@@ -27,7 +28,7 @@ from hetero.transport.link import Received
 from hetero.transport.listening import Listening, bound_address
 from hetero.transport.tcp import TcpTransport
 from hetero.watchdog import Progress, Watchdog
-from hetero.wire.headers import FrameType, Gather, Synced
+from hetero.wire.headers import FrameType, Gather, Prompt, Synced
 from hetero.wire.spans import pack_spans
 from hetero.wire.tensors import NAMES, as_bytes
 from hetero.worker_session import SessionOver, WorkerSession
@@ -207,6 +208,8 @@ def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progre
             order = session.next_order()
             if isinstance(order.frame.header, Gather):
                 _give_state(session, member, folder, order.frame.header.step)
+            elif isinstance(order.frame.header, Prompt):
+                _generate(session, member, order)
             else:
                 _do_step(session, member, order, folder)
     except SessionOver as over:
@@ -241,6 +244,16 @@ def _evaluate(session: WorkerSession, member: Member, plan: StepPlan) -> None:
         session.send(FrameType.READY, member.evaluate(plan))
     except PeerError as exc:
         raise exc.in_step(plan.step) from exc
+
+
+def _generate(session: WorkerSession, member: Member, order: Received) -> None:
+    with member.evaluating():
+        serve_batch(
+            batch_of(order),
+            member.begin_batch,
+            session.next_piece,
+            lambda header, tokens: session.send(FrameType.CHOSEN, header, (tokens,)),
+        )
 
 
 def _give_state(session: WorkerSession, member: Member, folder: Path, step: int) -> None:

@@ -3,6 +3,7 @@
 LISTEN --HELLO (`judge_hello`)--> JOINED --SYNC--> SYNCING --its STATE, own SYNCED--> RUN --STOP, ABORT, ERROR--> OVER
 RUN: STEP, own READY, APPLY of that step, again and again; GATHER between steps, and none follows
      after a step evaluations: STEP with a number, own READY with it
+between steps and after GATHER: PROMPT, HIDDEN and own CHOSEN again and again, ENDED
 
 A worker that listens is in no session and has no `WorkerControl`; each session gets its own.
 """
@@ -14,7 +15,22 @@ from dataclasses import dataclass
 
 from hetero.errors import LocalProtocolError, RemoteProtocolError
 from hetero.wire.frames import Frame
-from hetero.wire.headers import Apply, Fault, Gather, Header, Ready, Reason, State, Step, Sync, Synced
+from hetero.wire.headers import (
+    Apply,
+    Chosen,
+    Ended,
+    Fault,
+    Gather,
+    Header,
+    Hidden,
+    Prompt,
+    Ready,
+    Reason,
+    State,
+    Step,
+    Sync,
+    Synced,
+)
 
 
 class WorkerPhase(enum.Enum):
@@ -42,6 +58,7 @@ class WorkerControl:
     _ready: int = 0  # the last step whose READY was sent
     _decided: int = 0  # the last step whose APPLY came
     _evaluating: int = 0  # the evaluation whose STEP came and whose READY was not sent yet
+    _generating: bool = False  # a batch of prompts is under way
 
     def received(self, frame: Frame) -> bool:
         """A frame came, on the control or from a neighbour; whether it is for compute.
@@ -67,6 +84,8 @@ class WorkerControl:
             self._on_apply(header.step)
         elif isinstance(header, Gather):
             self._on_gather(header.step)
+        elif isinstance(header, Prompt | Hidden | Ended):
+            self._on_generation(header)
         return True
 
     def sending(self, header: Header) -> None:
@@ -92,6 +111,8 @@ class WorkerControl:
             if self.phase is not WorkerPhase.RUN or header.step != self._ready + 1 or header.step > self._begun:
                 raise LocalProtocolError(f"READY of step {header.step} may not be sent, {self._where()}")
             self._ready = header.step
+        elif isinstance(header, Chosen) and not self._generating:
+            raise LocalProtocolError(f"CHOSEN may not be sent, {self._where()}")
 
     def _on_sync(self, sync: Sync) -> None:
         if self.phase is not WorkerPhase.JOINED:
@@ -110,8 +131,8 @@ class WorkerControl:
     def _on_step(self, header: Step) -> None:
         # The stage before may hear APPLY earlier than this one, which has sent its READY by then.
         step, next_step = header.step, self._begun if header.evaluate else self._begun + 1
-        idle = self.phase is WorkerPhase.RUN and self._begun == self._ready and not self._evaluating
-        if not idle or step != next_step:
+        between = self._begun == self._ready and not self._evaluating and not self._generating
+        if self.phase is not WorkerPhase.RUN or not between or step != next_step:
             raise RemoteProtocolError(f"STEP of step {step} may not come, {self._where()}")
         self._begun, self._evaluating = step, header.evaluate
 
@@ -125,8 +146,18 @@ class WorkerControl:
             raise RemoteProtocolError(f"GATHER after step {step} may not come, {self._where()}")
         self.phase = WorkerPhase.GATHER
 
+    def _on_generation(self, header: Prompt | Hidden | Ended) -> None:
+        # As with STEP, the stage before may have heard APPLY earlier than this one.
+        idle = self.phase in (WorkerPhase.RUN, WorkerPhase.GATHER) and self._begun == self._ready
+        idle = idle and not self._evaluating
+        if not idle or self._generating == isinstance(header, Prompt):
+            raise RemoteProtocolError(f"{type(header).__name__.upper()} may not come, {self._where()}")
+        self._generating = not isinstance(header, Ended)
+
     def _where(self) -> str:
         return (
             f"this is phase {self.phase.value} with STEP of {self._begun}, READY of {self._ready} and "
-            f"APPLY of {self._decided}" + (f", in evaluation {self._evaluating}" if self._evaluating else "")
+            f"APPLY of {self._decided}"
+            + (f", in evaluation {self._evaluating}" if self._evaluating else "")
+            + (", generating" if self._generating else "")
         )

@@ -25,11 +25,14 @@ from hetero.transport.tcp import TcpTransport
 from hetero.versions import versions
 from hetero.wire.headers import (
     Apply,
+    Ended,
     Fault,
     FrameType,
     Gather,
     Header,
     Hello,
+    Hidden,
+    Prompt,
     Reason,
     State,
     Step,
@@ -200,12 +203,20 @@ class WorkerSession:
             raise SessionOver(event.frame.header.reason, again=event.frame.header.again)
 
     def next_order(self) -> Received:
-        """The next STEP (from the stage before) or GATHER (from the coordinator).
+        """The next STEP or PROMPT (from the stage before) or GATHER (from the coordinator).
 
         Raises:
             SessionOver: the coordinator said STOP or ABORT.
         """
-        return self._next((Step, Gather))  # type: ignore[no-any-return]
+        return self._next((Step, Prompt, Gather))  # type: ignore[no-any-return]
+
+    def next_piece(self) -> Received:
+        """The next HIDDEN of a batch of prompts, or the batch's ENDED.
+
+        Raises:
+            SessionOver: the coordinator said STOP or ABORT.
+        """
+        return self._next((Hidden, Ended))  # type: ignore[no-any-return]
 
     def wait_apply(self) -> Apply:
         """The coordinator's decision about the step."""

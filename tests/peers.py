@@ -16,15 +16,20 @@ import torch
 from hetero.transport.link import Closed, Received
 from hetero.wire.flow import LinkFlow, pack_shapes
 from hetero.wire.frames import Frame, FrameReader, encode
+from hetero.wire.generation_flow import GenerationFlow, pack_prompts
 from hetero.wire.headers import (
     Apply,
+    Chosen,
     Control,
+    Ended,
     Fault,
     FrameType,
     Gather,
     Header,
     Heartbeat,
     Hello,
+    Hidden,
+    Prompt,
     Ready,
     Reason,
     Reject,
@@ -61,12 +66,17 @@ EXAMPLES: dict[FrameType, tuple[Header, bytes]] = {
     FrameType.STOP: (Reason("done"), b""),
     FrameType.ERROR: (Fault("it broke", step=3), b""),
     FrameType.CONTROL: (Control({"command": "ping", "deep": [{"a": [1, 2.5, None]}]}, {"step": 100}), b""),
+    FrameType.PROMPT: (Prompt(0, 2, 3, 3, 0.5, 0, 1.0, 7), pack_prompts([3, 2], [0, 1])),
+    FrameType.HIDDEN: (Hidden(0, 0, HIDDEN), bytes(96)),
+    FrameType.ENDED: (Ended(0), b""),
+    FrameType.CHOSEN: (Chosen(0, 0), bytes(16)),
 }
 
 
 def make_flow() -> LinkFlow:
     """A link on which the examples are right."""
-    return LinkFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=3)
+    generation = GenerationFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=6)
+    return LinkFlow(hidden_size=4, dtype="float32", max_rows=2, max_length=3, generation=generation)
 
 
 def raw_frame(type_: FrameType, header: Header | None = None, payload: bytes | None = None) -> bytes:

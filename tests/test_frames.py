@@ -122,7 +122,8 @@ def test_reader_holds_no_payload_after_it_gave_the_frame() -> None:
 def test_oversized_frame_is_refused_before_allocation(type_: FrameType, length: int) -> None:
     text = refusal(prefix(length % 2**64, type_=type_))
     assert f"a {type_.name} frame may carry {MAX_PAYLOAD_BYTES.get(type_, LIMIT)} bytes" in text
-    assert ("transport.max_frame_bytes" in text) == (type_ in (FrameType.FORWARD, FrameType.BACKWARD))
+    sized_by_plan = (FrameType.FORWARD, FrameType.BACKWARD, FrameType.HIDDEN)
+    assert ("transport.max_frame_bytes" in text) == (type_ in sized_by_plan)
 
 
 @pytest.mark.parametrize("type_", FrameType)

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from hetero.wire.headers import FrameType as T
+
 
 @pytest.fixture(scope="module")
 def frames() -> ModuleType:
@@ -33,9 +35,11 @@ def test_mutated_inputs_raise_the_protocol_s_error_alone_and_leave_no_memory(fra
 def test_every_seed_is_accepted_somewhere(frames: ModuleType) -> None:
     settings = range(len(frames.SETTINGS))
     accepted = {t for t in frames.FrameType if any(frames.parse(bytes([s]) + frames.raw_frame(t)) for s in settings)}
-    assert set(frames.FrameType) - accepted == {frames.FrameType.FORWARD}  # it comes after a STEP
-    step = b"".join(frames.raw_frame(t) for t in (frames.FrameType.STEP, frames.FrameType.FORWARD))
-    assert any(frames.parse(bytes([s]) + step) for s in settings)
+    follow = {T.FORWARD: T.STEP, T.HIDDEN: T.PROMPT, T.ENDED: T.PROMPT}
+    assert set(T) - accepted == follow.keys()
+    for type_, before in follow.items():
+        both = b"".join(frames.raw_frame(t) for t in (before, type_))
+        assert any(frames.parse(bytes([s]) + both) for s in settings)
 
 
 def test_finding_would_be_seen(frames: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

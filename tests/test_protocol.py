@@ -16,8 +16,8 @@ T = FrameType
 DIALLER, LISTENER = True, False
 ALLOWED = {
     ("control", DIALLER): {T.SYNC, T.STATE, T.APPLY, T.GATHER, T.ABORT, T.STOP, T.CONTROL, T.HEARTBEAT, T.ERROR},
-    ("control", LISTENER): {T.SYNCED, T.STATE, T.READY, T.STOP, T.CONTROL, T.HEARTBEAT, T.ERROR},
-    ("link", DIALLER): {T.STEP, T.FORWARD, T.HEARTBEAT, T.ERROR},
+    ("control", LISTENER): {T.SYNCED, T.STATE, T.READY, T.CHOSEN, T.STOP, T.CONTROL, T.HEARTBEAT, T.ERROR},
+    ("link", DIALLER): {T.STEP, T.FORWARD, T.PROMPT, T.HIDDEN, T.ENDED, T.HEARTBEAT, T.ERROR},
     ("link", LISTENER): {T.BACKWARD, T.HEARTBEAT, T.ERROR},
 }
 SIDES = list(ALLOWED)
@@ -51,6 +51,9 @@ def prepare(purpose: str, type_: FrameType) -> dict[bool, Connection]:
     ends = open_pair(purpose)
     if purpose == "link" and type_ in (T.FORWARD, T.BACKWARD):
         begin_step(ends)
+    if purpose == "link" and type_ in (T.HIDDEN, T.ENDED):
+        header, payload = EXAMPLES[T.PROMPT]
+        feed(ends[LISTENER], b"".join(ends[DIALLER].send(T.PROMPT, header, [memoryview(payload)])))
     if purpose == "link" and type_ is T.BACKWARD:
         header, payload = EXAMPLES[T.FORWARD]
         feed(ends[LISTENER], b"".join(ends[DIALLER].send(T.FORWARD, header, [memoryview(payload)])))

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from hetero.errors import RemoteProtocolError
+from hetero.wire.generation_flow import GenerationFlow
 from hetero.wire.headers import DTYPE_BYTES, MAX_PAYLOAD_BYTES, FrameType, Step, TensorEntry, Tensors
 
 # Small tensors that ride with the hidden states: name -> dtype; each has the shape [B, T].
@@ -45,6 +46,7 @@ class LinkFlow:
         num_experts: that a router chooses from where the router loss is on, else 0.
         max_eval_rows: most rows of a micro-batch of an evaluation; None: `max_rows`.
         eval_cap: most micro-batches of an evaluation that were sent and not yet taken; None lets all through.
+        generation: judges generation, which this run may not do where it is None.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class LinkFlow:
         num_experts: int = 0,
         max_eval_rows: int | None = None,
         eval_cap: int | None = None,
+        generation: GenerationFlow | None = None,
     ) -> None:
+        self.generation = generation
         self._hidden_size, self._dtype = hidden_size, dtype
         self._max_eval_rows, self._eval_cap = max_eval_rows or max_rows, eval_cap
         self._evaluation = 0  # the last one's number after this step

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 MAX_HEADER_BYTES = 16 * 1024
 MAX_TENSORS = 16
 STATE_CHUNK_BYTES = 1 << 20
+MAX_PROMPTS = 4096  # of a batch
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -53,6 +54,10 @@ class FrameType(enum.IntEnum):
     STOP = 15
     ERROR = 16
     CONTROL = 17
+    PROMPT = 30
+    HIDDEN = 31
+    ENDED = 32
+    CHOSEN = 33
 
 
 class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -238,6 +243,44 @@ class Fault(Header, frozen=True, forbid_unknown_fields=True):
     stuck: bool = False
 
 
+class Prompt(Header, frozen=True, forbid_unknown_fields=True):
+    """A batch of prompts begins, each padded on the left to `length` tokens.
+
+    The payload is int32 [2, rows]: how many tokens each prompt has, and its number in the run. The rest is for the last
+    stage, which chooses the tokens.
+    """
+
+    batch: Count
+    rows: Count
+    length: Count
+    max_new_tokens: Count
+    temperature: Annotated[float, Meta(ge=0)]
+    top_k: Count
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    seed: Count
+
+
+class Hidden(Header, frozen=True, forbid_unknown_fields=True):
+    """Hidden states of a batch: those of the prompts at `position` 0, of the last chosen tokens from then on."""
+
+    batch: Count
+    position: Count
+    tensor: TensorEntry
+
+
+class Ended(Header, frozen=True, forbid_unknown_fields=True):
+    """A batch is over; whatever was kept of it may go."""
+
+    batch: Count
+
+
+class Chosen(Header, frozen=True, forbid_unknown_fields=True):
+    """The last stage's next token of each row of a batch; the payload is int64 [rows]."""
+
+    batch: Count
+    position: Count
+
+
 class Control(Header, frozen=True, forbid_unknown_fields=True):
     """A message of the extension point."""
 
@@ -263,6 +306,10 @@ HEADERS: dict[FrameType, type[Header]] = {
     FrameType.STOP: Reason,
     FrameType.ERROR: Fault,
     FrameType.CONTROL: Control,
+    FrameType.PROMPT: Prompt,
+    FrameType.HIDDEN: Hidden,
+    FrameType.ENDED: Ended,
+    FrameType.CHOSEN: Chosen,
 }
 
 # Payload limits by type; tensor frames are limited by transport.max_frame_bytes and by what the plan implies.
@@ -272,6 +319,8 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = dict.fromkeys(FrameType, 0) | {
     FrameType.STEP: 512 * 1024,
     FrameType.READY: 1 << 20,
     FrameType.STATE: STATE_CHUNK_BYTES,
+    FrameType.PROMPT: 2 * 4 * MAX_PROMPTS,
+    FrameType.CHOSEN: 8 * MAX_PROMPTS,
 }
-for _tensor_frame in (FrameType.FORWARD, FrameType.BACKWARD):
+for _tensor_frame in (FrameType.FORWARD, FrameType.BACKWARD, FrameType.HIDDEN):
     del MAX_PAYLOAD_BYTES[_tensor_frame]

@@ -14,18 +14,20 @@ from collections.abc import Sequence
 from hetero.errors import LocalProtocolError, RemoteProtocolError
 from hetero.wire.flow import LinkFlow
 from hetero.wire.frames import Allocate, Frame, FrameReader, encode
-from hetero.wire.headers import FrameType, Header, Hello, Step, Tensors
+from hetero.wire.generation_flow import GenerationFlow
+from hetero.wire.headers import Ended, FrameType, Header, Hello, Hidden, Prompt, Step, Tensors
 
 _T = FrameType
 _ALWAYS = {_T.HEARTBEAT, _T.ERROR}
+_DOWNSTREAM = {_T.STEP, _T.FORWARD, _T.PROMPT, _T.HIDDEN, _T.ENDED}
 # (purpose, is the sender the dialler) -> what it may send once the connection is open.
 _MAY_SEND = {
     ("control", True): _ALWAYS | {_T.SYNC, _T.STATE, _T.APPLY, _T.GATHER, _T.ABORT, _T.STOP, _T.CONTROL},
-    ("control", False): _ALWAYS | {_T.SYNCED, _T.STATE, _T.READY, _T.STOP, _T.CONTROL},
-    ("link", True): _ALWAYS | {_T.STEP, _T.FORWARD},
+    ("control", False): _ALWAYS | {_T.SYNCED, _T.STATE, _T.READY, _T.CHOSEN, _T.STOP, _T.CONTROL},
+    ("link", True): _ALWAYS | _DOWNSTREAM,
     ("link", False): _ALWAYS | {_T.BACKWARD},
     ("relay", True): _ALWAYS | {_T.BACKWARD},
-    ("relay", False): _ALWAYS | {_T.STEP, _T.FORWARD},
+    ("relay", False): _ALWAYS | _DOWNSTREAM,
 }
 _OPENING = {True: {_T.HELLO, _T.ERROR}, False: {_T.WELCOME, _T.REJECT, _T.ERROR}}
 
@@ -73,6 +75,9 @@ class Connection:
             self.flow.begin_step(header, b"".join(payload))
         if type_ in (_T.FORWARD, _T.BACKWARD) and self.flow is not None:
             self.flow.sent(type_)
+        if isinstance(header, Hidden):
+            self._generation(type_).piece(header, sum(part.nbytes for part in payload))
+        self._note_generation(type_, header, b"".join(payload) if isinstance(header, Prompt) else b"")
         self._advance(type_, header)
         return buffers
 
@@ -91,6 +96,7 @@ class Connection:
             return None
         if isinstance(frame.header, Step) and self.flow is not None:
             self.flow.begin_step(frame.header, frame.payload)
+        self._note_generation(frame.type, frame.header, frame.payload)
         self._advance(frame.type, frame.header)
         return frame
 
@@ -115,6 +121,22 @@ class Connection:
             raise RemoteProtocolError(f"{type_.name} came before its link was set up")
         if isinstance(header, Tensors) and self.flow is not None:
             self.flow.admit(type_, header, payload_bytes)
+        if isinstance(header, Prompt | Ended):
+            self._generation(type_)
+        if isinstance(header, Hidden):
+            self._generation(type_).piece(header, payload_bytes)
+
+    def _note_generation(self, type_: FrameType, header: Header, payload: bytes | memoryview) -> None:
+        """A batch of prompts begins or ends; the same on both sides."""
+        if isinstance(header, Prompt):
+            self._generation(type_).begin(header, payload)
+        elif isinstance(header, Ended):
+            self._generation(type_).end(header)
+
+    def _generation(self, type_: FrameType) -> GenerationFlow:
+        if self.flow is None or self.flow.generation is None:
+            raise RemoteProtocolError(f"{type_.name} came on a link of a run that generates nothing")
+        return self.flow.generation
 
     def _may(self, type_: FrameType, *, from_dialler: bool) -> bool:
         if self.state is ConnectionState.OPENING:
