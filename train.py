@@ -35,6 +35,9 @@ def train(raw: dict[str, Any], run_dir: Path) -> bool:
             allow_targets=resolved.config.allow_targets,
         )
         return False
+    from hetero.packages import check_loggers
+
+    check_loggers(resolved.config.logger)
     from hetero.coordinate import coordinate
     from hetero.summary import log_summary
 

@@ -8,25 +8,24 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from hetero import hub, registry, resume
+from hetero import hub, resume
 from hetero.awake import kept_awake
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
-from hetero.loggers import RunLogger
 from hetero.prepare import check_quickly, prepare, total_steps
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
 from hetero.run import Run, RunResult
+from hetero.run_loggers import loggers_of, logging_to
 from hetero.saving import Saver
 from hetero.secret import new_secret, secret_of_this_machine
 from hetero.spec import RunSpec, WorkerEntry
@@ -56,7 +55,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     check_quickly(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_awake())
-        loggers = _loggers(resolved, run_dir)
+        loggers = loggers_of(resolved.config, run_dir)
         run_id = uuid.uuid4().hex
         beginning = resume.begin(resolved, run_dir, run_id, stack)
         # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
@@ -81,7 +80,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         saver = Saver(beginning.store, resolved.config.checkpoint, saved)
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
-        with _logging_to(loggers, about, start.records):
+        with logging_to(loggers, about, start.records) as ending:
             run = Run(
                 resolved=resolved,
                 prepared=prepared,
@@ -96,6 +95,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 result=RunResult(spec, run_dir / "adapter", records=list(start.records)),
             )
             run.through_all_sessions()
+            ending.stopped = run.result.stopped
     return run.result
 
 
@@ -138,35 +138,6 @@ def _launch(resolved: ResolvedRun, run_dir: Path, secret: bytes, stack: contextl
             allow_targets=resolved.config.allow_targets,
         )
     )
-
-
-def _loggers(resolved: ResolvedRun, run_dir: Path) -> list[RunLogger]:
-    found = []
-    for raw in (resolved.config.logger or {}).values():
-        args = {key: value for key, value in raw.items() if key != "_target_"}
-        found.append(registry.make("logger", raw["_target_"], resolved.config.allow_targets, run_dir=run_dir, **args))
-    return found
-
-
-@contextlib.contextmanager
-def _logging_to(loggers: list[RunLogger], about: dict[str, Any], before: list[dict[str, Any]]) -> Iterator[None]:
-    """Starts the loggers with the steps before, and finishes them with the error that ended the run, if one did."""
-    started: list[RunLogger] = []
-    error: str | None = "interrupted"
-    try:
-        for logger in loggers:
-            logger.start(about)
-            started.append(logger)
-            for record in before:
-                logger.step(record)
-        yield
-        error = None
-    except Exception as exc:
-        error = str(exc)
-        raise
-    finally:
-        for logger in started:
-            logger.finish(error)
 
 
 def _write_run_json(
