@@ -16,16 +16,18 @@ import torch
 
 from hetero import hub, resume
 from hetero.awake import kept_awake
+from hetero.console import RunDisplay
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
+from hetero.machine_memory import machine_of
 from hetero.prepare import check_quickly, prepare, total_steps
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
 from hetero.run import Run, RunResult
-from hetero.run_loggers import loggers_of, logging_to
+from hetero.run_loggers import Guarded, loggers_of, logging_to
 from hetero.saving import Saver
 from hetero.secret import new_secret, secret_of_this_machine
 from hetero.spec import RunSpec, WorkerEntry
@@ -55,12 +57,14 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     check_quickly(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_awake())
+        display = stack.enter_context(RunDisplay())
         loggers = loggers_of(resolved.config, run_dir)
         run_id = uuid.uuid4().hex
         beginning = resume.begin(resolved, run_dir, run_id, stack)
         # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
         goes_on = beginning.snapshot is not None
         launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
+        display.doing("reading data and model")
         prepared = prepare(resolved)
         if not resolved.local_model:
             resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
@@ -75,10 +79,13 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         if goes_on:
             launched = _launch(resolved, run_dir, secret, stack)
         if launched is not None:
+            display.doing("starting the local workers")
             spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
         saved = about_of(spec, run_id, run_dir, settings, model, versions(), beginning.owner.before)
         saver = Saver(beginning.store, resolved.config.checkpoint, saved)
         stack.callback(saver.close)
+        memory = {stage.id: machine_of(resolved, index)[1] for index, stage in enumerate(resolved.stages)}
+        display.expect(num_steps, memory)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
         with logging_to(loggers, about, start.records) as ending:
             run = Run(
@@ -89,13 +96,15 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 model=model,
                 start=start,
                 saver=saver,
-                loggers=loggers,
+                loggers=[*loggers, Guarded(display, "terminal")],
+                doing=display.doing,
                 launched=launched,
                 identity=identity_of(secret),
                 result=RunResult(spec, run_dir / "adapter", records=list(start.records)),
             )
             run.through_all_sessions()
             ending.stopped = run.result.stopped
+            display.doing("ending")
     return run.result
 
 

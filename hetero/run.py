@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,6 @@ import torch
 from hetero import adapters, registry
 from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter
 from hetero.agreement import shapes_digest
-from hetero.console import StepProgress
 from hetero.errors import PeerError, printable
 from hetero.failpoints import hit
 from hetero.inbox import Inbox
@@ -83,6 +82,8 @@ class Run:
         launched: the workers that this process started, if it did.
         identity: of this process in its group.
         result: what it has given so far.
+        stop: whether it is to end.
+        doing: told in a few words what it is busy with, for whoever looks on.
     """
 
     resolved: ResolvedRun
@@ -97,6 +98,7 @@ class Run:
     identity: Identity
     result: RunResult
     stop: Stop = field(default_factory=Stop)
+    doing: Callable[[str], None] = lambda words: None
     _instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     _member: Member | None = None
     _joined: bool = False
@@ -171,9 +173,11 @@ class Run:
             Watchdog(self._progress, functools.partial(_tell_stuck, session), _end_process),
         ):
             self._joined = False
+            self.doing(_waiting_for(self.spec, epoch))
             session.join(self.model, within_s=None if epoch == 1 else recovery.wait_s)
             self._joined = True
             hit("coordinator.joined")
+            self.doing("loading")
             member = self._assemble(session, step, state)
             hit("coordinator.synced")
             if config.hardware.launch == "none":
@@ -210,33 +214,33 @@ class Run:
     def _train(self, session: CoordinatorSession, member: Member, step: int) -> None:
         """The steps that are left, the last checkpoint and the adapter."""
         config, spec = self.resolved.config, self.spec
-        with StepProgress(spec.total_steps) as progress:
 
-            def on_step(record: dict[str, Any]) -> None:
-                self.result.records.append(record)
-                for logger in self.loggers:
-                    logger.step(record)
-                progress.step(record)
-                hit("coordinator.step_logged")
-                if (state := self.saver.own_part(member)) is not None:
-                    self._keep_own_part(record["step"], state)
+        def on_step(record: dict[str, Any]) -> None:
+            self.result.records.append(record)
+            for logger in self.loggers:
+                logger.step(record)
+            hit("coordinator.step_logged")
+            if (state := self.saver.own_part(member)) is not None:
+                self._keep_own_part(record["step"], state)
 
-            train = registry.build("loop", spec.loop.target, config.allow_targets)
-            train(
-                Training(
-                    spec=spec,
-                    member=member,
-                    session=session,
-                    examples=self.prepared.data_set.examples,
-                    data=config.data,
-                    pad_id=self.prepared.pad_id,
-                    on_step=on_step,
-                    saver=self.saver,
-                    first_step=step + 1,
-                    stop=self.stop,
-                    shapes=self._shapes(),
-                )
+        self.doing("training")
+        train = registry.build("loop", spec.loop.target, config.allow_targets)
+        train(
+            Training(
+                spec=spec,
+                member=member,
+                session=session,
+                examples=self.prepared.data_set.examples,
+                data=config.data,
+                pad_id=self.prepared.pad_id,
+                on_step=on_step,
+                saver=self.saver,
+                first_step=step + 1,
+                stop=self.stop,
+                shapes=self._shapes(),
             )
+        )
+        self.doing("saving")
         last = self._last_step()
         adapter = adapter_of(self.saver.save_last(session, member, last, self._shapes()))
         check_complete(self.prepared.adapter, adapter)
@@ -309,6 +313,12 @@ class Run:
         """Stage -> global key -> shape of what trains there."""
         stages = self.spec.stages
         return {index: adapters.part_of(self.prepared.adapter.shapes, stages, index) for index in range(len(stages))}
+
+
+def _waiting_for(spec: RunSpec, epoch: int) -> str:
+    if not spec.workers:
+        return "loading"
+    return "joining the workers" if epoch == 1 else "waiting for a lost machine"
 
 
 def _tell_stuck(session: CoordinatorSession, reason: str) -> None:
