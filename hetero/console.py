@@ -19,7 +19,7 @@ from hetero.live import Picture, show_time
 log = logging.getLogger(__name__)
 steps_log = logging.getLogger("hetero.steps")
 
-REFRESHES_PER_S = 4
+REFRESHES_PER_S = 2  # one takes 3 to 7 ms of the interpreter that the compute thread shares
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 

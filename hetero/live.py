@@ -153,7 +153,7 @@ def _stages(
         mine = [record["stages"][index] for record in same]
         busy, waits, sent = (sum(stage[key] for stage in mine) for key in ("busy_s", "wait_s", "bytes_sent"))
         cells = _cells(busy / seconds, waits / seconds, sent / seconds, mine[-1]["memory_bytes"], memory.get(name))
-        bar = ProgressBar(total=1.0, completed=busy / seconds, finished_style="bar.complete")
+        bar = ProgressBar(total=1.0, completed=busy / seconds, complete_style="cyan", finished_style="cyan")
         shown = name.encode("ascii", "replace").decode() if plain else name
         rows.add_row(Text(f"{index} {shown}"), bar, *(cells if width >= WIDE else _short(cells)))
     return rows

@@ -150,6 +150,29 @@ def test_each_job_of_a_sweep_is_a_wandb_run_and_a_failed_one_is_closed_as_failed
 
 
 @pytest.mark.usefixtures("no_wandb_key")
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "code", "why"),
+    [
+        ("SIGINT", "none", 130, "interrupted"),  # at once
+        ("SIGTERM", "every_50", 0, "stopped before its last step (SIGTERM)"),  # after the step, with a checkpoint
+    ],
+)
+def test_wandb_run_that_somebody_ends_is_closed_as_failed(
+    tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch, name: str, checkpoint: str, code: int, why: str
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HETERO_TEST_SIGNAL", name)
+    own = "own_parts.signal_in_four"
+    args = [*data, "logger=wandb", "loop.steps=6", f"checkpoint={checkpoint}", f"loop._target_={own}"]
+    outcome = run_here("train", *args, f"allow_targets=[{own}]", f"outputs={tmp_path}", f"hydra.run.dir={tmp_path}/r")
+    assert outcome.code == code, outcome.text
+    (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb")
+    stored = finished_wandb(file)
+    assert (stored["exit"], stored["summary"]["error"]) == (1, why)
+    assert [row["step"] for row in stored["history"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("no_wandb_key")
 def test_wandb_online_without_a_key_is_refused_before_training(tmp_path: Path, data: list[str]) -> None:
     """Before local workers are started, and without leaving what looks like a run."""
     pytest.importorskip("wandb")
