@@ -37,6 +37,9 @@ def train(raw: dict[str, Any], run_dir: Path) -> bool:
         )
         return False
     check_inputs(resolved)
+    from hetero.packages import check_loggers
+
+    check_loggers(resolved.config.logger)
     from hetero.coordinate import coordinate
     from hetero.summary import log_summary
 

@@ -49,6 +49,19 @@ def root() -> Path:
     return _BESIDE.parent if CONF_DIR == _BESIDE else Path.home() / "hetero"
 
 
+def register_resolvers() -> None:
+    """Makes `${hetero_root:}` and `${hetero_sweep:}` known to the configuration files."""
+    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    OmegaConf.register_new_resolver("hetero_sweep", _sweep, replace=True)
+
+
+def _sweep() -> str | None:
+    """The name of the folder of the sweep that is going on; None outside one."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return None
+    return Path(HydraConfig.get().sweep.dir).name
+
+
 def run_task(task: Task, config_name: str) -> int:
     """Composes the configuration from the command line and runs `task` on it, for a sweep once for each job.
 
@@ -82,7 +95,7 @@ def run_task(task: Task, config_name: str) -> int:
 
     # Libraries' notes to their own developers; ours are errors in the tests.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
-    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    register_resolvers()
     signal.signal(signal.SIGTERM, _raise_terminated)
     main = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)
     sys.argv[1:] = _sweep_first(sys.argv[1:])

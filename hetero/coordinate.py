@@ -8,22 +8,22 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from hetero import hub, registry, resume
+from hetero import hub, resume
 from hetero.awake import kept_awake
 from hetero.best import EVAL_ROWS
+from hetero.console import RunDisplay
 from hetero.data import DataSet
 from hetero.errors import ConfigError
 from hetero.eval_rules import is_due
 from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
-from hetero.loggers import RunLogger
+from hetero.machine_memory import machine_of
 from hetero.prepare import check_quickly, prepare, total_steps
 from hetero.prompts import limits_of
 from hetero.resolve import ResolvedRun
@@ -31,6 +31,7 @@ from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
 from hetero.run import Run, RunResult
+from hetero.run_loggers import Guarded, loggers_of, logging_to
 from hetero.saving import Saver
 from hetero.secret import new_secret, secret_of_this_machine
 from hetero.spec import RunSpec, WorkerEntry
@@ -60,12 +61,14 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
     check_quickly(resolved)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_awake())
-        loggers = _loggers(resolved, run_dir)
+        display = stack.enter_context(RunDisplay())
+        loggers = loggers_of(resolved.config, run_dir)
         run_id = uuid.uuid4().hex
         beginning = resume.begin(resolved, run_dir, run_id, stack)
         # Local workers load while this process reads; a resume, which may yet be refused, starts them afterwards.
         goes_on = beginning.snapshot is not None
         launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
+        display.doing("reading data and model")
         prepared = prepare(resolved)
         if not resolved.local_model:
             resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
@@ -82,6 +85,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         if goes_on:
             launched = _launch(resolved, run_dir, secret, stack)
         if launched is not None:
+            display.doing("starting the local workers")
             spec = resolved.spec(total_steps=num_steps, workers=launched.addresses())
         saved = about_of(spec, run_id, run_dir, settings, model, versions(), beginning.owner.before)
         keeps_best, loop = resolved.config.checkpoint.keep_best, spec.loop
@@ -94,8 +98,10 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
             needs=lambda step: keeps_best and step < num_steps and is_due(loop, step, num_steps),  # it saves the last
         )
         stack.callback(saver.close)
+        memory = {stage.id: machine_of(resolved, index)[1] for index, stage in enumerate(resolved.stages)}
+        display.expect(num_steps, memory)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
-        with _logging_to(loggers, about, start):
+        with logging_to(loggers, about, [*start.records, *start.evaluations]) as ending:
             run = Run(
                 resolved=resolved,
                 prepared=prepared,
@@ -104,7 +110,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 model=model,
                 start=start,
                 saver=saver,
-                loggers=loggers,
+                loggers=[*loggers, Guarded(display, "terminal")],
+                doing=display.doing,
                 launched=launched,
                 identity=identity_of(secret),
                 result=RunResult(
@@ -116,6 +123,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 ),
             )
             run.through_all_sessions()
+            ending.stopped = run.result.stopped
+            display.doing("ending")
     return run.result
 
 
@@ -158,40 +167,6 @@ def _launch(resolved: ResolvedRun, run_dir: Path, secret: bytes, stack: contextl
             allow_targets=resolved.config.allow_targets,
         )
     )
-
-
-def _loggers(resolved: ResolvedRun, run_dir: Path) -> list[RunLogger]:
-    found = []
-    for raw in (resolved.config.logger or {}).values():
-        args = {key: value for key, value in raw.items() if key != "_target_"}
-        found.append(registry.make("logger", raw["_target_"], resolved.config.allow_targets, run_dir=run_dir, **args))
-    return found
-
-
-@contextlib.contextmanager
-def _logging_to(loggers: list[RunLogger], about: dict[str, Any], start: StartingPoint) -> Iterator[None]:
-    """Starts the loggers with the steps before, and finishes them with the error that ended the run, if one did."""
-    started: list[RunLogger] = []
-    error: str | None = "interrupted"
-    try:
-        for logger in loggers:
-            logger.start(about)
-            started.append(logger)
-            for record in sorted([*start.records, *start.evaluations], key=_place):
-                (logger.evaluation if "eval_loss" in record else logger.step)(record)
-        yield
-        error = None
-    except Exception as exc:
-        error = str(exc)
-        raise
-    finally:
-        for logger in started:
-            logger.finish(error)
-
-
-def _place(record: dict[str, Any]) -> tuple[int, bool]:
-    """A step's evaluation comes after the step."""
-    return record["step"], "eval_loss" in record
 
 
 def _write_run_json(

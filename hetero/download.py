@@ -148,7 +148,7 @@ class _Shown:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=rich.get_console(),
-            disable=not rich.get_console().is_terminal,
+            disable=not rich.get_console().is_interactive,
         )
         self._task = self._progress.add_task("downloading", total=total, completed=have)
 

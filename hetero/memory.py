@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from hetero import adapters, models, registry, store
-from hetero.device import resolve as resolve_device
-from hetero.errors import ConfigError
 from hetero.fake_run import FakeRun, Shape, Usage, dtype_in_stage, quantized_linears
+from hetero.machine_memory import machine_of
 from hetero.resolve import ResolvedRun
-from hetero.roles import is_here, own_names
 from hetero.schedule import policy_for
 from hetero.shards import holds
 from hetero.spec import ObjectSpec, RunSpec
@@ -202,7 +200,7 @@ class _Planner:
 
     def _stage(self, index: int) -> StageMemory:
         spec, plan = self._spec, self._spec.stages[index]
-        machine, available, device_type = self._machine(index)
+        machine, available, device_type = machine_of(self._resolved, index)
         weights: Counter[str] = Counter()
         trained: list[tuple[torch.Size, torch.dtype]] = []
         parameters = 0
@@ -325,18 +323,3 @@ class _Planner:
         hidden = tokens * self._spec.hidden_size * DTYPE_BYTES[self._spec.boundary_dtypes[index]]
         riders = tokens * (_LABEL_BYTES + (_POSITION_AND_MASK_BYTES if self._shape.padded else 0))
         return LinkLoad(index, hidden + riders, hidden)
-
-    def _machine(self, index: int) -> tuple[str, int | None, str]:
-        """Whose memory a stage uses, how much that has where it is known, and its kind of device."""
-        hardware = self._resolved.config.hardware
-        entry = hardware.coordinator if index == 0 else self._resolved.workers[index - 1]
-        device = self._spec.stages[index].device or "auto"
-        given = None if entry.memory_gb is None else int(entry.memory_gb * 1e9)
-        here = hardware.launch == "local" or is_here(entry.host, own_names())
-        if not here:
-            return self._spec.stages[index].id, given, "cpu" if device == "auto" else device.partition(":")[0]
-        try:
-            found = resolve_device(device)
-        except ConfigError:  # the plan is for another machine, whatever its address says
-            return self._spec.stages[index].id, given, device.partition(":")[0]
-        return f"{found} of this machine", given or found.total_memory_bytes(), found.torch_device.type

@@ -16,7 +16,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "stage": ("hetero.stage.build_stage",),
     "optimizer": ("hetero.optim.adamw", "hetero.optim.sgd"),
     "loop": ("hetero.loop.train",),
-    "logger": ("hetero.loggers.JsonlLogger", "hetero.loggers.WandbLogger"),
+    "logger": (
+        "hetero.csv_logger.CsvLogger",
+        "hetero.loggers.JsonlLogger",
+        "hetero.tensorboard_logger.TensorBoardLogger",
+        "hetero.wandb_logger.WandbLogger",
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from hetero.best import EVAL_ROWS, Best, best_before
 from hetero.checkpoint import CheckpointStore, Owner, Snapshot
 from hetero.errors import CheckpointError, ConfigError
 from hetero.folder_lock import FolderInUse, only_one
-from hetero.loggers import EVALUATIONS
+from hetero.loggers import EVALUATIONS_FILE
 from hetero.resolve import ResolvedRun
 from hetero.resume_choice import Choice, find_checkpoints, read_checkpoint
 from hetero.resume_settings import (
@@ -149,7 +149,7 @@ def starting_point(
         return start
     own = beginning.owner.before != ()
     best = best_before(snapshot.about, None if own else str(source.absolute()))
-    file = _log_of(snapshot, source, EVALUATIONS)
+    file = _log_of(snapshot, source, EVALUATIONS_FILE)
     evaluations = _records_up_to(snapshot.step, file) if file.is_file() else []
     if not evaluations:
         log.warning("this run's log lacks the evaluations before, because %s is not there, or empty", file)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, sav
 from hetero.agreement import shapes_digest
 from hetero.best import Best
 from hetero.best_adapter import write_best
-from hetero.console import StepProgress
+from hetero.console import ANSWERING
 from hetero.errors import NumericError, PeerError, printable
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
@@ -108,6 +108,8 @@ class Run:
         launched: the workers that this process started, if it did.
         identity: of this process in its group.
         result: what it has given so far.
+        stop: whether it is to end.
+        doing: told in a few words what it is busy with, for whoever looks on.
     """
 
     resolved: ResolvedRun
@@ -122,6 +124,7 @@ class Run:
     identity: Identity
     result: RunResult
     stop: Stop = field(default_factory=Stop)
+    doing: Callable[[str], None] = lambda words: None
     _instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     _member: Member | None = None
     _joined: bool = False
@@ -201,9 +204,11 @@ class Run:
             Watchdog(self._progress, functools.partial(_tell_stuck, session), _end_process),
         ):
             self._joined = False
+            self.doing(_waiting_for(self.spec, epoch))
             session.join(self.model, within_s=None if epoch == 1 else recovery.wait_s)
             self._joined = True
             hit("coordinator.joined")
+            self.doing("loading")
             member = self._assemble(session, step, state)
             hit("coordinator.synced")
             if config.hardware.launch == "none":
@@ -244,42 +249,42 @@ class Run:
             self._generate(session, member)
             self.result.stopped = self.stop.reason
             return
-        with StepProgress(spec.total_steps) as progress:
 
-            def on_step(record: dict[str, Any]) -> None:
-                self.result.records.append(record)
-                for logger in self.loggers:
-                    logger.step(record)
-                progress.step(record)
-                hit("coordinator.step_logged")
-                if (state := self.saver.own_part(member)) is not None:
-                    self._keep_own_part(record["step"], state)
+        def on_step(record: dict[str, Any]) -> None:
+            self.result.records.append(record)
+            for logger in self.loggers:
+                logger.step(record)
+            hit("coordinator.step_logged")
+            if (state := self.saver.own_part(member)) is not None:
+                self._keep_own_part(record["step"], state)
 
-            def on_timeline(began_s: float, timeline: Timeline) -> None:
-                self.result.timeline = timeline
-                self._tracing.add(began_s, timeline)
+        def on_timeline(began_s: float, timeline: Timeline) -> None:
+            self.result.timeline = timeline
+            self._tracing.add(began_s, timeline)
 
-            train = registry.build("loop", spec.loop.target, config.allow_targets)
-            train(
-                Training(
-                    spec=spec,
-                    member=member,
-                    session=session,
-                    examples=self.prepared.data_set.examples,
-                    data=config.data,
-                    pad_id=self.prepared.pad_id,
-                    on_step=on_step,
-                    saver=self.saver,
-                    first_step=step + 1,
-                    stop=self.stop,
-                    shapes=self._shapes(),
-                    evaluation=self._evaluation(),
-                    on_timeline=on_timeline,
-                )
+        self.doing("training")
+        train = registry.build("loop", spec.loop.target, config.allow_targets)
+        train(
+            Training(
+                spec=spec,
+                member=member,
+                session=session,
+                examples=self.prepared.data_set.examples,
+                data=config.data,
+                pad_id=self.prepared.pad_id,
+                on_step=on_step,
+                saver=self.saver,
+                first_step=step + 1,
+                stop=self.stop,
+                shapes=self._shapes(),
+                evaluation=self._evaluation(),
+                on_timeline=on_timeline,
             )
+        )
         if self.result.task == "evaluate":
             self._end_of_evaluating()
             return
+        self.doing("saving")
         last = self._last_step()
         adapter = adapter_of(self.saver.save_last(session, member, last, self._shapes()))
         check_complete(self.prepared.adapter, adapter)
@@ -302,6 +307,7 @@ class Run:
         """What the model as it is now answers to the run's prompts."""
         config, prepared = self.resolved.config, self.prepared
         assert self.spec.generation is not None
+        self.doing(ANSWERING)
         self.result.samples = []
         with SampleView(min(self.spec.generation.batch_size, len(prepared.prompts))) as view:
             generator = Generator(
@@ -416,6 +422,12 @@ class Run:
         """Stage -> global key -> shape of what trains there."""
         stages = self.spec.stages
         return {index: adapters.part_of(self.prepared.adapter.shapes, stages, index) for index in range(len(stages))}
+
+
+def _waiting_for(spec: RunSpec, epoch: int) -> str:
+    if not spec.workers:
+        return "loading"
+    return "joining the workers" if epoch == 1 else "waiting for a lost machine"
 
 
 def _tell_stuck(session: CoordinatorSession, reason: str) -> None:

@@ -265,9 +265,9 @@ def composed(*overrides: str, config_name: str = "config") -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from hetero.config import CONF_DIR, root
+    from hetero.config import CONF_DIR, register_resolvers
 
-    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    register_resolvers()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
         raw: Any = OmegaConf.to_container(compose(config_name, list(overrides)), resolve=True)
     return raw  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     # a name that is not there
     (["shard_plan=llama8b_3stages"], r"shard_plan must be one of .*llama8b_3stage.*, got 'llama8b_3stages'"),
     (["model=tinny"], r"model must be one of llama70b_4bit, llama8b, .*, smollm2_135m, tiny, got 'tinny'"),
-    (["logger=[jsonl,wandbb]"], r"logger must be one of jsonl, none, wandb, got 'wandbb'"),
+    (["logger=[jsonl,wandbb]"], r"logger must be one of csv, jsonl, none, tensorboard, wandb, got 'wandbb'"),
     (["adapter=null"], r"adapter must be one of lora, qlora, got null"),
     (["loop.lrr=1"], r"loop\.lrr is not a key; .*batch_size"),
     (["+loop.lrr=1"], r"loop\.lrr is not a key; .*batch_size"),
