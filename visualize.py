@@ -11,16 +11,16 @@ log = logging.getLogger(__name__)
 
 
 def visualize(raw: dict[str, Any], run_dir: Path) -> None:
-    """Writes the plan as Mermaid and DOT text, and says where."""
+    """Writes the plan's pictures, and says where."""
     from hetero.config import SHAPES_DIR
-    from hetero.diagram import write_diagrams
+    from hetero.diagram import formats_of, write_diagrams
     from hetero.memory import memory_of
     from hetero.resolve import resolve
 
-    output = raw.pop("output")
+    output, formats = raw.pop("output"), formats_of(raw.pop("format"))
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
     place = run_dir if output is None else _of_job(Path(output).expanduser())
-    for path in write_diagrams(resolved, place, memory_of(resolved, SHAPES_DIR)):
+    for path in write_diagrams(resolved, place, memory_of(resolved, SHAPES_DIR), formats):
         log.info("%s", path)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from hetero import hub, registry, resume
 from hetero.awake import kept_awake
+from hetero.diagram import drawn_beside
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
@@ -63,6 +64,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         goes_on = beginning.snapshot is not None
         launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
         prepared = prepare(resolved)
+        stack.enter_context(drawn_beside(resolved, run_dir, prepared.memory))
         if not resolved.local_model:
             resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
         num_steps = total_steps(resolved, len(prepared.data_set.examples))

@@ -16,6 +16,7 @@ from hetero.errors import ConfigError
 from hetero.experts import router_loss_line
 from hetero.folders import one_line
 from hetero.machines import unknown_hosts
+from hetero.memory import RunMemory, memory_at_rest
 from hetero.quantization import check_nf4
 from hetero.resolve import ResolvedRun
 from hetero.spec import WorkerEntry
@@ -26,13 +27,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before any worker is contacted."""
+    """What is known before any worker is contacted; `memory` for pictures alone, None where it cannot be known."""
 
     model_path: Path
     data_set: data.DataSet
     pad_id: int
     adapter: adapters.ResolvedAdapter
     initial: dict[str, torch.Tensor]
+    memory: RunMemory | None = None
 
 
 def prepare(resolved: ResolvedRun) -> Prepared:
@@ -44,7 +46,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     log.info("data: %s", data_set.summary)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
-    adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
+    whole = models.meta_model(model_path)
+    adapter = adapters.resolve(whole, spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
     if resolved.experts is not None:
         log.info(router_loss_line(config.model.router_aux_loss, resolved.experts, spec.router_loss))
@@ -52,7 +55,17 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial)
+    memory = _memory_at_rest(resolved, whole)
+    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial, memory)
+
+
+def _memory_at_rest(resolved: ResolvedRun, whole: Any) -> RunMemory | None:
+    """The figures of the run's picture, which are no reason for the run to fail."""
+    try:
+        return memory_at_rest(resolved, whole)
+    except Exception as exc:
+        log.warning("the run's architecture is drawn without memory: %s: %s", type(exc).__name__, one_line(exc))
+        return None
 
 
 def check_quickly(resolved: ResolvedRun) -> None:
