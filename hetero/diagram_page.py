@@ -20,25 +20,26 @@ def html_page(view: PlanView) -> str:
 
 def _stages(view: PlanView) -> str:
     has_memory = view.stages[0].memory is not None
-    head = ["stage", "host", "device, numbers", "holds"]
+    head = ["stage", "host", "device and numbers", "holds"]
     if has_memory:
-        head += ["parameters", "trained", "weights", "adapter, gradients, optimizer"]
-        head += ["activations, work"] * view.complete + ["in all", "device has"]
+        head += ["parameters", "weights", "adapter, gradients, optimizer"]
+        head += ["activations and work"] * view.complete + ["in all"]
     rows = [_stage(view, stage) for stage in view.stages]
     return _table(head, rows, text_columns=4)
 
 
 def _stage(view: PlanView, stage: StageView) -> list[str]:
-    row = [f"{stage.index}: {stage.name}", stage.host, stage.kind(), stage.contents()]
+    row = [f"{stage.index}: {stage.name}", stage.host, stage.kind().replace(", ", "\n"), stage.contents()]
     memory = stage.memory
     if memory is None:
         return row
     kept = memory.adapter + memory.gradients + memory.optimizer
-    weights = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in sorted(memory.weights.items()))
-    row += [f"{memory.parameters:,}", f"{memory.trained:,}", weights, show_bytes(kept)]
+    weights = "\n".join(f"{kind} {show_bytes(size)}" for kind, size in sorted(memory.weights.items()))
+    row += [f"{memory.parameters:,}\n{memory.trained:,} train", weights, show_bytes(kept)]
     if view.complete:
         row.append(show_bytes(memory.training - kept))
-    return [*row, show_bytes(memory.total), "?" if memory.available is None else show_bytes(memory.available)]
+    has = "?" if memory.available is None else show_bytes(memory.available)
+    return [*row, f"{show_bytes(memory.total)}\nof {has}"]
 
 
 def _links(view: PlanView) -> str:
@@ -77,7 +78,8 @@ def _table(head: list[str], rows: list[list[str]], text_columns: int) -> str:
 
     def cells(tag: str, row: list[str]) -> str:
         kinds = ("" if column < text_columns else ' class="num"' for column in range(len(row)))
-        return "".join(f"<{tag}{kind}>{text(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
+        lines = ("<br>".join(map(text, cell.split("\n"))) for cell in row)
+        return "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, lines, strict=True))
 
     lines = [f"<tr>{cells('th', head)}</tr>", *(f"<tr>{cells('td', row)}</tr>" for row in rows)]
     return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"

@@ -110,7 +110,7 @@ def _heading(view: PlanView, width: int) -> tuple[list[str], int]:
     """Model and step, and where the cards begin."""
     drawn, y = [], 44
     for said, kind, size in (
-        (view.model, "pv-big pv-text", 18),
+        (view.model, "pv-big pv-text", 21),
         (view.facts, "pv-faint", 12.5),
         (view.step, "pv-faint", 12.5),
     ):
@@ -131,7 +131,7 @@ def _card(view: PlanView, stage: StageView) -> tuple[list[str], int]:
         drawn.extend(_texts(_PAD, y, lines, kind, step))
         y += step * len(lines)
 
-    say(stage.title(), "pv-bold pv-text", 14.5, _TITLE_LINE)
+    say(stage.title(), "pv-bold pv-text", 17, _TITLE_LINE)
     say(stage.host, "pv-faint")
     say(stage.kind(), "pv-text")
     drawn += _model_strip(view, stage, y - 2, width)
@@ -198,7 +198,7 @@ def _link(link: LinkView, here: _Place, there: _Place) -> list[str]:
         f'<g class="pv-link" id="link-{link.index}-{link.index + 1}">'
         f"<title>stage {link.index} to {link.index + 1}: {text(link.text())}</title>"
     ]
-    small, bottom = "pv-small pv-faint", [f"{link.dtype}, {each}"] if link.load else [link.dtype]
+    small, bottom = "pv-small pv-faint", [link.dtype, each] if link.load else [link.dtype]
     if here.row == there.row:
         sign = 1 if there.x > here.x else -1
         start = here.x + (_CARD if sign > 0 else 0) + 8 * sign
@@ -210,7 +210,7 @@ def _link(link: LinkView, here: _Place, there: _Place) -> list[str]:
     else:
         start, length = here.bottom + 8, _GAP_Y - 16
         drawn += _arrow(here.middle - 8, start, 0, length) + _arrow(here.middle + 8, start + length, 0, -length)
-        lines = [f"hidden states {forward}", f"gradients {backward}", *bottom]
+        lines = [f"hidden states {forward}", f"gradients {backward}", ", ".join(bottom)]
         at_left = here.x == _MARGIN
         x, kind = (here.middle + 22, small) if at_left else (here.middle - 22, f"{small} pv-end")
         drawn += _texts(x, start + 24, lines, kind, 16)

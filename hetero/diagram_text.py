@@ -36,15 +36,13 @@ def dot(view: PlanView) -> str:
     """The plan as a Graphviz digraph."""
     lines = ["digraph pipeline {", '    charset="UTF-8";', f"    rankdir={_direction(view)};", *_DOT_STYLE]
     for stage in view.stages:
-        title, *others = view.stage_lines(stage)
-        text = _dot_lines([title], ("<B>", "</B>")) + _dot_lines(others)
-        lines.append(f"    s{stage.index} [label=<{text}>];")
+        lines.append(f"    s{stage.index} [label={_dot_text(view.stage_lines(stage))}];")
     for link in view.links:
         words = [f"\u00a0 {words} \u00a0" for words in link.text().split(", ")]
-        lines.append(f"    s{link.index} -> s{link.index + 1} [dir=both, label=<{_dot_lines(words, align='CENTER')}>];")
+        lines.append(f"    s{link.index} -> s{link.index + 1} [dir=both, label={_dot_text(words, 'n')}];")
     if tied := view.tied_link():
         style = "style=dashed, dir=none, constraint=false"
-        lines.append(f"    s{tied[0]} -> s{tied[1]} [{style}, label=<{_dot_lines([TIED], align='CENTER')}>];")
+        lines.append(f"    s{tied[0]} -> s{tied[1]} [{style}, label={_dot_text([TIED], 'n')}];")
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -86,8 +84,11 @@ def _mermaid_text(text: str) -> str:
     return "".join(c if c.isalnum() or c in " .,:/-_+()" else f"#{ord(c)};" for c in text)
 
 
-def _dot_lines(lines: Iterable[str], around: tuple[str, str] = ("", ""), align: str = "LEFT") -> str:
-    """Lines of a label in Graphviz's HTML, each ended; everything that could be syntax is an entity."""
+def _dot_text(lines: Iterable[str], justify: str = "l") -> str:
+    """A quoted DOT string that shows literally, each line ended by its way of justifying.
+
+    Not Graphviz's HTML: some builds cannot read that, and others put a node's name for a backslash and N in it.
+    """
     cut = [part for line in lines for part in wrapped(line, _LINE * 0.58)]
-    texts = ("".join(c if c.isalnum() else f"&#{ord(c)};" for c in part) for part in cut)
-    return "".join(f'{around[0]}{text or "&#32;"}{around[1]}<BR ALIGN="{align}"/>' for text in texts)
+    escaped = (part.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&#38;") for part in cut)
+    return '"' + "".join(f"{part}\\{justify}" for part in escaped) + '"'

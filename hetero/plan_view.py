@@ -107,11 +107,12 @@ class PlanView:
         """What a stage needs, beside what its device has."""
         memory = stage.memory
         assert memory is not None
-        has = "?" if memory.available is None else show_bytes(memory.available)
+        needs = show_bytes(memory.total)
+        when = "" if self.complete else " before activations"
+        if memory.available is None:
+            return f"{needs} of memory{when} (device: ?)"
         sharing = sum(memory.machine == other.memory.machine for other in self.stages if other.memory) > 1
-        shared = " shared" if sharing and memory.available is not None else ""
-        kind = "memory" if self.complete else "memory before activations"
-        return f"{show_bytes(memory.total)} of {has}{shared} {kind}"
+        return f"{needs} of {show_bytes(memory.available)}{' shared' * sharing} memory{when}"
 
     def stage_lines(self, stage: StageView) -> Iterator[str]:
         """All that is said of a stage, for pictures that are text."""
