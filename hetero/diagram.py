@@ -96,7 +96,7 @@ def formats_of(wanted: object) -> list[str] | None:
         return None
     found: list[str] = []
     for name in names:
-        if name != ALL and name not in FORMATS:
+        if not isinstance(name, str) or name not in (*FORMATS, ALL):
             known = ", ".join([*FORMATS, ALL])
             raise ConfigError(f"format must be one or more of {known}, or null, got {name!r}")
         found += [new for new in (FORMATS if name == ALL else [name]) if new not in found]

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from hetero.plan_view import TIED, PlanView
 
+JOINER = "\u2060"
+
 _LONGEST_ROW = 4  # stages side by side; more are drawn one below the other
 _LINE = 44  # letters of a line in DOT, which has no lines of its own
 
@@ -80,8 +82,12 @@ def _direction(view: PlanView) -> str:
 
 
 def _mermaid_text(text: str) -> str:
-    """Text that Mermaid shows literally: characters that are syntax become entity codes."""
-    return "".join(c if c.isalnum() or c in " .,:/-_+()" else f"#{ord(c)};" for c in text)
+    """Text that Mermaid shows literally: characters that are syntax become entity codes.
+
+    Even as codes a backslash and an n would be a new line, so a joiner, which has no width, stands between them.
+    """
+    apart = text.replace("\\n", f"\\{JOINER}n")
+    return "".join(c if c.isalnum() or c in " .,:/-_+()" else f"#{ord(c)};" for c in apart)
 
 
 def _dot_text(lines: Iterable[str], justify: str = "l") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import os
+import re
 import shutil
 import subprocess
 import zlib
@@ -21,7 +21,8 @@ REMEDIES = {
 }
 
 _PROGRAM_S = 30.0
-_DOTS_PER_PIXEL = {".png": 2, ".pdf": 3}
+_DATE = re.compile(rb"(/CreationDate \(D:)\d{14}")  # replaced by one as long, since a PDF counts its bytes
+_DOTS_PER_PIXEL = 2
 
 
 class RenderError(HeteroError):
@@ -82,11 +83,10 @@ class Rendering:
         ]
 
     def _graphviz(self, suffix: str, dot: str) -> bytes:
-        """What `dot` makes of it; the date is fixed, so that the same picture has the same bytes."""
+        """What `dot` makes of it, without the time, so that the same picture has the same bytes."""
         command = ["dot", f"-T{suffix[1:]}", *(["-Gdpi=144"] if suffix == ".png" else [])]
         pipe = subprocess.PIPE
-        environment = os.environ | {"SOURCE_DATE_EPOCH": "0"}
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
             self._process = process
             if self._stopped:
                 process.kill()
@@ -97,22 +97,21 @@ class Rendering:
                 raise
         if process.returncode or not made:
             raise RenderError(f"dot failed: {errors.decode(errors='replace').strip() or process.returncode}")
-        return made
+        return _DATE.sub(rb"\g<1>19700101000000", made)
 
 
-def _png(svg: str, zoom: int = _DOTS_PER_PIXEL[".png"]) -> bytes:
+def _png(svg: str) -> bytes:
     package: Any = importlib.import_module("resvg_py")
-    return bytes(package.svg_to_bytes(svg_string=svg, zoom=zoom))
+    return bytes(package.svg_to_bytes(svg_string=svg, zoom=_DOTS_PER_PIXEL))
 
 
 def _pdf(svg: str) -> bytes:
     """A page with the picture in it, of as many dots as paper shows."""
     package: Any = importlib.import_module("PIL.Image")
-    zoom = _DOTS_PER_PIXEL[".pdf"]
-    with package.open(io.BytesIO(_png(svg, zoom))) as loaded:
+    with package.open(io.BytesIO(_png(svg))) as loaded:
         white = package.new("RGB", loaded.size, "white")
         white.paste(loaded, mask=loaded.convert("RGBA").getchannel("A"))
-    points = tuple(size / zoom * 0.75 for size in white.size)
+    points = tuple(size / _DOTS_PER_PIXEL * 0.75 for size in white.size)
     return pdf_of_image(white.tobytes(), white.size, (points[0], points[1]))
 
 
@@ -124,7 +123,7 @@ def pdf_of_image(pixels: bytes, size: tuple[int, int], points: tuple[float, floa
         size: width and height in pixels.
         points: of the page.
     """
-    packed = zlib.compress(pixels, 9)
+    packed = zlib.compress(pixels)
     width, height = (f"{point:.2f}" for point in points)
     content = f"q {width} 0 0 {height} 0 0 cm /Im0 Do Q".encode()
     image = f"/Type /XObject /Subtype /Image /Width {size[0]} /Height {size[1]} /ColorSpace /DeviceRGB"
