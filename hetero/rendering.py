@@ -70,6 +70,8 @@ class Rendering:
                 return by()
             except Exception as exc:  # foreign code, which may fail in any way: the next one is tried
                 reasons.append(f"{type(exc).__name__}: {one_line(exc)}")
+            if self._stopped:
+                break
         why = "; ".join(reasons) or "none is here"
         remedy = REMEDIES[suffix]
         raise RenderError(f"{suffix[1:]} needs a renderer ({why}): {remedy}", nothing_there=not reasons)
