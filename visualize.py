@@ -11,18 +11,18 @@ log = logging.getLogger(__name__)
 
 
 def visualize(raw: dict[str, Any], run_dir: Path) -> None:
-    """Writes the plan as Mermaid and DOT text, and says where."""
+    """Writes the plan's pictures, and says where."""
     from hetero.config import SHAPES_DIR
-    from hetero.diagram import write_diagrams
+    from hetero.diagram import formats_of, write_diagrams
     from hetero.memory import memory_of
     from hetero.planned import write_planned_step
     from hetero.resolve import resolve
 
-    output, times = raw.pop("output"), raw.pop("times")
+    output, formats, times = raw.pop("output"), formats_of(raw.pop("format")), raw.pop("times")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
     place = run_dir if output is None else _of_job(Path(output).expanduser())
     memory = memory_of(resolved, SHAPES_DIR)
-    for path in write_diagrams(resolved, place, memory):
+    for path in write_diagrams(resolved, place, memory, formats):
         log.info("%s", path)
     if not place.suffix:  # a folder
         for path in write_planned_step(resolved, times, memory, place):

@@ -19,6 +19,7 @@ from hetero.awake import kept_awake
 from hetero.best import EVAL_ROWS
 from hetero.console import RunDisplay
 from hetero.data import DataSet
+from hetero.diagram import drawn_beside
 from hetero.errors import ConfigError
 from hetero.eval_rules import is_due
 from hetero.fingerprint import fingerprint
@@ -70,6 +71,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
         display.doing("reading data and model")
         prepared = prepare(resolved)
+        stack.enter_context(drawn_beside(resolved, run_dir, prepared.memory))
         if not resolved.local_model:
             resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
         resolved = dataclasses.replace(resolved, generation=limits_of(prepared.prompts, resolved))

@@ -1,105 +1,155 @@
-"""A plan as Mermaid and DOT text, from configuration alone."""
+"""Pictures of a plan in every format, as files: asked for, or beside a run that starts."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hetero.errors import ConfigError, show_address
-from hetero.memory import RunMemory, show_bytes
+from hetero.diagram_page import html_page
+from hetero.diagram_svg import svg
+from hetero.diagram_text import dot, mermaid
+from hetero.errors import ConfigError
+from hetero.memory import RunMemory
+from hetero.plan_view import PlanView, view_of
+from hetero.rendering import RenderError, Rendering
 from hetero.resolve import ResolvedRun
 
-FORMATS = (".mmd", ".dot")
+# Name of a format -> how its file ends. The last two need a renderer.
+FORMATS = {"svg": ".svg", "html": ".html", "mermaid": ".mmd", "dot": ".dot", "png": ".png", "pdf": ".pdf"}
+OF_A_RUN = ("svg", "html", "mermaid", "png")
+ALL = "all"
+
+_WRITERS = {"svg": svg, "html": html_page, "mermaid": mermaid, "dot": dot}
+_STEM = "architecture"
+_PATIENCE_S = 5.0  # for a picture that is still being made when its run is over
+
+log = logging.getLogger(__name__)
 
 
-def write_diagrams(resolved: ResolvedRun, output: Path, memory: RunMemory | None = None) -> list[Path]:
-    """Writes the plan's diagrams.
+def write_diagrams(
+    resolved: ResolvedRun, output: Path, memory: RunMemory | None = None, formats: Sequence[str] | None = None
+) -> list[Path]:
+    """Writes the plan's pictures.
 
     Args:
         resolved: the run.
-        memory: its figures, to be shown as well.
-        output: a file that ends in .mmd or .dot, or a folder that gets both.
+        output: a file, whose ending says its format, or a folder that gets one of each format.
+        memory: the run's figures, to be shown as well.
+        formats: keys of `FORMATS`; None: all that can be made here, with a warning for each other one.
 
     Returns:
         The absolute paths of the files.
 
     Raises:
-        ConfigError: another kind of file, or a place that cannot be written.
+        ConfigError: a place that cannot be written, an ending that is no format; or a format that was asked for could
+            not be made, which leaves the others written.
     """
-    if output.suffix and output.suffix not in FORMATS:
-        raise ConfigError(f"output must end in {' or '.join(FORMATS)}, or be a folder, got {str(output)!r}")
-    targets = [output] if output.suffix else [output / f"architecture{suffix}" for suffix in FORMATS]
-    texts = {".mmd": mermaid(resolved, memory), ".dot": dot(resolved, memory)}
-    written = []
-    for target in targets:
+    asked, targets = _targets(output, formats)
+    view, rendering, written, failures = view_of(resolved, memory), Rendering(), [], []
+    for name, target in targets.items():
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(texts[target.suffix], encoding="utf-8")
-        except OSError as exc:
-            raise ConfigError(f"output must be a place that can be written, got {target} ({exc.strerror})") from None
-        written.append(target.absolute())
+            written.append(_write(target, _made(view, name, rendering)))
+        except RenderError as exc:
+            failures.append(str(exc))
+    if failures and asked:
+        also = f"; written: {', '.join(map(str, written))}" if written else ""
+        raise ConfigError(f"format {', '.join(failures)}{also}")
+    for failure in failures:
+        log.warning("left out: %s", failure)
     return written
 
 
-def mermaid(resolved: ResolvedRun, memory: RunMemory | None = None) -> str:
-    """The plan as a Mermaid flowchart."""
-    lines = ["flowchart LR"]
-    for index, label in enumerate(_labels(resolved, memory)):
-        text = "<br/>".join(_mermaid_text(line) for line in label)
-        lines.append(f'    s{index}["{text}"]')
-    for index, text in enumerate(_link_labels(resolved, memory)):
-        lines.append(f'    s{index} -->|"{_mermaid_text(text)}"| s{index + 1}')
-    return "\n".join(lines) + "\n"
+@contextlib.contextmanager
+def drawn_beside(resolved: ResolvedRun, run_dir: Path, memory: RunMemory | None) -> Iterator[None]:
+    """Draws a run that starts into its folder; a picture that cannot be made is a warning, and what is slow waits for
+    nobody and nobody for it.
+
+    Args:
+        resolved: the run.
+        run_dir: its folder.
+        memory: its figures, where they are known.
+    """
+    rendering = Rendering()
+    thread = threading.Thread(
+        target=_draw_run, args=(resolved, run_dir, memory, rendering), name="diagram", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(_PATIENCE_S)
+        rendering.stop()
 
 
-def dot(resolved: ResolvedRun, memory: RunMemory | None = None) -> str:
-    """The plan as a Graphviz digraph."""
-    lines = ["digraph pipeline {", "    rankdir=LR;", "    node [shape=box];"]
-    for index, label in enumerate(_labels(resolved, memory)):
-        lines.append(f"    s{index} [label={_dot_text(label)}];")
-    for index, text in enumerate(_link_labels(resolved, memory)):
-        lines.append(f"    s{index} -> s{index + 1} [label={_dot_text([text])}, dir=both];")
-    return "\n".join([*lines, "}"]) + "\n"
+def formats_of(wanted: object) -> list[str] | None:
+    """The formats that a configuration's `format` asks for; None where it leaves the choice.
+
+    Raises:
+        ConfigError: it names no format.
+    """
+    names = wanted if isinstance(wanted, list) else [wanted]
+    if wanted is None:
+        return None
+    found: list[str] = []
+    for name in names:
+        if not isinstance(name, str) or name not in (*FORMATS, ALL):
+            known = ", ".join([*FORMATS, ALL])
+            raise ConfigError(f"format must be one or more of {known}, or null, got {name!r}")
+        found += [new for new in (FORMATS if name == ALL else [name]) if new not in found]
+    if not found:
+        raise ConfigError("format must name a format, or be null for all that can be made here, got []")
+    return found
 
 
-def _labels(resolved: ResolvedRun, memory: RunMemory | None) -> list[list[str]]:
-    """Lines of text for each stage."""
-    hardware, labels = resolved.config.hardware, []
-    for index, stage in enumerate(resolved.stages):
-        worker = resolved.workers[index - 1] if index else None
-        host = hardware.coordinator.host if worker is None else show_address(worker.host, worker.port)
-        parts = [f"layers {stage.start}-{stage.end - 1}"]
-        if index == 0:
-            parts.insert(0, "embedding")
-        if index == len(resolved.stages) - 1:
-            parts.append("norm, head")
-        kind = f"{stage.dtype}" + ("" if stage.quantization == "none" else f", {stage.quantization}")
-        labels.append([f"stage {index}: {stage.id}", host, f"{stage.device or 'auto'}, {kind}", " + ".join(parts)])
-        if memory is not None:
-            figures = memory.stages[index]
-            labels[-1].append(f"{figures.parameters / 1e6:,.1f} M parameters, {figures.trained / 1e6:,.2f} M trained")
-            labels[-1].append(f"{show_bytes(figures.total)} of memory")
-    return labels
+def _targets(output: Path, formats: Sequence[str] | None) -> tuple[bool, dict[str, Path]]:
+    """Whether formats were asked for by name, and where each goes."""
+    if not output.suffix or output.is_dir():
+        names = list(FORMATS) if formats is None else formats
+        return formats is not None, {name: output / f"{_STEM}{FORMATS[name]}" for name in names}
+    found = [name for name, suffix in FORMATS.items() if suffix == output.suffix.lower()]
+    if not found:
+        endings = ", ".join(FORMATS.values())
+        raise ConfigError(f"output must end in one of {endings}, or be a folder, got {str(output)!r}")
+    if formats is not None and list(formats) != found:
+        raise ConfigError(
+            f"output must be a folder for format={','.join(formats)}, or end in its ending, got {str(output)!r}"
+        )
+    return True, {found[0]: output}
 
 
-def _link_labels(resolved: ResolvedRun, memory: RunMemory | None) -> list[str]:
-    """A text for each link: bytes per token and direction."""
-    spec_dtype = resolved.config.transport.wire_dtype
-    labels = []
-    for index, stage in enumerate(resolved.stages[:-1]):
-        dtype = stage.dtype if spec_dtype == "auto" else spec_dtype
-        size = resolved.facts.hidden_size * (4 if dtype == "float32" else 2)
-        labels.append(f"{dtype} hidden and grad, {size / 1024:g} KiB/token each way")
-        if memory is not None:
-            labels[-1] += f", {show_bytes(memory.links[index].forward + memory.links[index].backward)}/step in all"
-    return labels
+def _made(view: PlanView, name: str, rendering: Rendering) -> bytes:
+    if name in _WRITERS:
+        return _WRITERS[name](view).encode()
+    return rendering.make(FORMATS[name], dot=dot(view), svg=svg(view))
 
 
-def _mermaid_text(text: str) -> str:
-    """Text that Mermaid shows literally: characters that are syntax become entity codes."""
-    return "".join(c if c.isalnum() or c in " .,:/-_+()" else f"#{ord(c)};" for c in text)
+def _write(target: Path, content: bytes) -> Path:
+    """Writes a file as a whole or not at all, since a report may read it meanwhile."""
+    target = target.absolute()
+    draft = target.with_name(f".{target.name[:40]}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_bytes(content)
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)  # not there any more where it was renamed
+    except OSError as exc:
+        raise ConfigError(f"output must be a place that can be written, got {target} ({exc.strerror})") from None
+    return target
 
 
-def _dot_text(lines: list[str]) -> str:
-    """A quoted DOT string that shows literally."""
-    escaped = (line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
-    return '"' + "\\n".join(escaped) + '"'
+def _draw_run(resolved: ResolvedRun, run_dir: Path, memory: RunMemory | None, rendering: Rendering) -> None:
+    """All pictures of a run, in a thread of its own; nothing that fails here may fail the run."""
+    try:
+        view = view_of(resolved, memory)
+        for name in OF_A_RUN:
+            _write(run_dir / f"{_STEM}{FORMATS[name]}", _made(view, name, rendering))
+    except RenderError as exc:
+        log.log(logging.INFO if exc.nothing_there else logging.WARNING, "%s.png is left out: %s", _STEM, exc)
+    except Exception as exc:
+        log.warning("the run's architecture could not be drawn: %s: %s", type(exc).__name__, exc)

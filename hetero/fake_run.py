@@ -62,11 +62,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.place = "around"
         self._live: dict[int, tuple[int, str]] = {}
-        self._known: set[int] = set()
+        self._known: dict[int, torch.UntypedStorage] = {}  # held, so that no new storage gets the address of one
 
     def ignore(self, tensors: Iterator[torch.Tensor]) -> None:
         """Views of these tensors do not count."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._known |= {storage._cdata: storage for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -109,12 +109,14 @@ class RunMemory:
         links: between them.
         micro_batches: of a step.
         shape: of a micro-batch.
+        complete: the figures include activations, the work on them, and what waits at links.
     """
 
     stages: list[StageMemory]
     links: list[LinkLoad]
     micro_batches: int
     shape: Shape
+    complete: bool = True
 
     def lacking(self) -> dict[str, int]:
         """Machine -> bytes that it lacks; machines whose memory is not known lack nothing."""
@@ -138,6 +140,16 @@ def memory_of(resolved: ResolvedRun, shapes_dir: Path) -> RunMemory:
     spec, whole = resolved.spec(total_steps=0), _whole_model(resolved, shapes_dir)
     adapters.resolve(whole, spec.adapter, spec.model.path)
     return _Planner(resolved, spec, whole).run()
+
+
+def memory_at_rest(resolved: ResolvedRun, whole: Any) -> RunMemory:
+    """The same but for activations and the work on them, which take the most of the time to find.
+
+    Args:
+        resolved: the run.
+        whole: its model on the meta device, with the adapter.
+    """
+    return _Planner(resolved, resolved.spec(total_steps=0), whole, complete=False).run()
 
 
 def show_bytes(num_bytes: int) -> str:
@@ -181,8 +193,8 @@ def _plain(name: str) -> str:
 class _Planner:
     """Puts a run's figures together."""
 
-    def __init__(self, resolved: ResolvedRun, spec: RunSpec, whole: Any) -> None:
-        self._resolved, self._spec, self._whole = resolved, spec, whole
+    def __init__(self, resolved: ResolvedRun, spec: RunSpec, whole: Any, *, complete: bool = True) -> None:
+        self._resolved, self._spec, self._whole, self._complete = resolved, spec, whole, complete
         loop = spec.loop
         rows = min(loop.batch_size, loop.microbatch_size)
         self._shape = Shape(rows, spec.max_length, padded=rows > 1)
@@ -196,7 +208,7 @@ class _Planner:
     def run(self) -> RunMemory:
         stages = [self._stage(index) for index in range(len(self._spec.stages))]
         links = [self._link(index) for index in range(len(stages) - 1)]
-        return RunMemory(stages, links, self._micro_batches, self._shape)
+        return RunMemory(stages, links, self._micro_batches, self._shape, self._complete)
 
     def _stage(self, index: int) -> StageMemory:
         spec, plan = self._spec, self._spec.stages[index]
@@ -215,7 +227,7 @@ class _Planner:
             else:
                 weights[str(dtype).removeprefix("torch.")] += parameter.numel() * dtype.itemsize
         adapter = sum(shape.numel() * dtype.itemsize for shape, dtype in trained)
-        kept, work, logits = self._activations(index, device_type)
+        kept, work, logits = self._activations(index, device_type) if self._complete else (0, 0, 0)
         return StageMemory(
             index=index,
             id=plan.id,
@@ -229,7 +241,7 @@ class _Planner:
             per_micro_batch=kept,
             layer_work=work,
             logits=logits,
-            link_buffers=self._link_buffers(index, device_type),
+            link_buffers=self._link_buffers(index, device_type) if self._complete else 0,
             machine=machine,
             available=available,
         )

@@ -16,6 +16,7 @@ from hetero.errors import ConfigError
 from hetero.experts import router_loss_line
 from hetero.folders import one_line
 from hetero.machines import unknown_hosts
+from hetero.memory import RunMemory, memory_at_rest
 from hetero.prompts import Prompt, read_prompts
 from hetero.quantization import check_nf4
 from hetero.resolve import ResolvedRun
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before any worker is contacted."""
+    """What is known before any worker is contacted; `memory` for pictures alone, None where it cannot be known."""
 
     model_path: Path
     data_set: data.DataSet
@@ -37,6 +38,7 @@ class Prepared:
     initial: dict[str, torch.Tensor]
     prompts: list[Prompt] = field(default_factory=list)
     tokenizer: Any | None = None
+    memory: RunMemory | None = None
 
 
 def prepare(resolved: ResolvedRun) -> Prepared:
@@ -48,7 +50,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     data_set, evaluated = _rows(resolved, tokenizer)
     spec = resolved.spec(total_steps=1)
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
-    adapter = adapters.resolve(models.meta_model(model_path), spec.adapter, base_name)
+    whole = models.meta_model(model_path)
+    adapter = adapters.resolve(whole, spec.adapter, base_name)
     log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
     if resolved.experts is not None:
         log.info(router_loss_line(config.model.router_aux_loss, resolved.experts, spec.router_loss))
@@ -57,7 +60,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
     pad_id = 0 if pad_id is None else pad_id
-    return Prepared(model_path, data_set, evaluated, pad_id, adapter, initial, prompts, tokenizer)
+    memory = _memory_at_rest(resolved, whole)
+    return Prepared(model_path, data_set, evaluated, pad_id, adapter, initial, prompts, tokenizer, memory)
 
 
 def _rows(resolved: ResolvedRun, tokenizer: Any | None) -> tuple[data.DataSet, tuple[data.Example, ...]]:
@@ -66,6 +70,15 @@ def _rows(resolved: ResolvedRun, tokenizer: Any | None) -> tuple[data.DataSet, t
         return data.DataSet((), "none"), ()
     limits = {"vocab_size": resolved.facts.vocab_size, "max_length": resolved.max_length}
     return eval_rows.load_all(resolved.config, tokenizer, **limits)
+
+
+def _memory_at_rest(resolved: ResolvedRun, whole: Any) -> RunMemory | None:
+    """The figures of the run's picture, which are no reason for the run to fail."""
+    try:
+        return memory_at_rest(resolved, whole)
+    except Exception as exc:
+        log.warning("the run's architecture is drawn without memory: %s: %s", type(exc).__name__, one_line(exc))
+        return None
 
 
 def check_quickly(resolved: ResolvedRun) -> None:

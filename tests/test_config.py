@@ -261,10 +261,10 @@ def test_own_plan_of_another_folder_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_help_and_config_print_need_no_heavy_package_from_any_folder(tmp_path: Path) -> None:
-    """Cases H05 and H11: without torch, bitsandbytes, wandb, graphviz and gguf, started in another folder."""
+    """Cases H05 and H11: without torch, bitsandbytes, wandb, resvg and gguf, started in another folder."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
-    for name in ("torch", "transformers", "peft", "bitsandbytes", "wandb", "graphviz", "gguf", "datasets"):
+    for name in ("torch", "transformers", "peft", "bitsandbytes", "wandb", "resvg_py", "PIL", "gguf", "datasets"):
         (stubs / f"{name}.py").write_text("raise ImportError('hidden by a test')\n", encoding="utf-8")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

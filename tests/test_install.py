@@ -14,7 +14,7 @@ import pytest
 from processes import END_S, REPO, environment, hardware, losses, metrics, run, run_here, train_here, worker
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OPTIONAL = ("bitsandbytes", "wandb", "tensorboard", "graphviz", "gguf")
+OPTIONAL = ("bitsandbytes", "wandb", "tensorboard", "resvg_py", "PIL", "graphviz", "gguf")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from processes import composed
 from hetero.config import CONF_DIR, SHAPES_DIR
 from hetero.device import resolve as resolve_device
 from hetero.errors import ConfigError
+from hetero.fake_run import Allocations
 from hetero.folders import fetched_folder
 from hetero.memory import RUNTIME_BYTES, RunMemory, memory_of, nf4_bytes, optimizer_bytes
 from hetero.resolve import ResolvedRun, resolve
@@ -254,3 +255,14 @@ def test_workers_with_layers_of_real_size_hold_what_was_predicted(tmp_path: Path
     finally:
         for file in folder.glob("*.safetensors"):
             file.unlink()
+
+
+def test_storage_at_the_address_of_one_that_did_not_count_and_is_gone_counts() -> None:
+    """Otherwise the figures of a plan depend on where memory happens to be."""
+    allocations = Allocations()
+    given = [torch.empty(10, device="meta") for _ in range(50)]
+    allocations.ignore(iter(given))
+    given.clear()
+    with allocations:
+        made = [torch.empty(10, device="meta") for _ in range(50)]
+        assert allocations.now == sum(tensor.nbytes for tensor in made) == 50 * 40

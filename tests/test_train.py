@@ -82,6 +82,8 @@ def test_default_run_learns_over_tcp_and_leaves_its_folder_and_nothing_else(tmp_
     assert [(s["id"], s["start"], s["end"]) for s in about["spec"]["stages"]] == [("local", 0, 3), ("local-1", 3, 6)]
     assert about["config"]["loop"]["steps"] == about["spec"]["total_steps"] == 40
     assert {"torch", "transformers", "peft", "python", "hetero"} <= about["versions"].keys()
+    assert b"embedding + layers 0-2" in (run_dir / "architecture.svg").read_bytes()
+    assert (run_dir / "architecture.html").is_file() and (run_dir / "architecture.mmd").is_file()
     assert (run_dir / ".hydra" / "overrides.yaml").is_file() and (run_dir / "train.log").is_file()
     assert sorted(path.name for path in (run_dir / "adapter").iterdir()) == [
         "adapter_config.json",

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
+from diagrams import without_dot, without_packages
 from peers import wait_until
 from processes import composed, run_here, started
 
 from hetero.config import CONF_DIR, SHAPES_DIR
-from hetero.diagram import dot, mermaid
-from hetero.resolve import ResolvedRun, resolve
-
-ODD = [
-    "192.168.1.5:5000",
-    "[::1]:5000",
-    "C:\\models\\x",
-    "<mps> a <b>",
-    'he said "hi"',
-    "a|b{c}",
-    "x" * 300,
-    "中文 🙂",
-    "end",
-    "s0-->s1",
-    "a\\n\\N\\G",
-    "%%{init}%%; click",
-]
-
-
-def resolved_with(worker_id: str) -> ResolvedRun:
-    raw = composed()
-    raw["hardware"] = {"workers": [{"id": worker_id, "host": "pc.lan"}], "launch": "none"}
-    return resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
 
 
 @pytest.mark.slow
@@ -115,12 +91,14 @@ def test_plan_of_a_known_model_is_drawn_with_the_machines_that_it_is_meant_for(t
 def test_diagrams_go_into_a_folder_of_their_own_by_default(tmp_path: Path) -> None:
     outcome = run_here("visualize", f"outputs={tmp_path}")
     assert outcome.code == 0
-    paths = [Path(line) for line in outcome.text.splitlines()]
-    assert [path.name for path in paths] == ["architecture.mmd", "architecture.dot"]
+    paths = [Path(line) for line in outcome.text.splitlines() if line.startswith("/")]
+    drawn = [path.suffix for path in paths]
+    assert drawn[:4] == [".svg", ".html", ".mmd", ".dot"] and {*drawn[4:]} <= {".png", ".pdf"}
+    assert all(path.stem == "architecture" for path in paths)
     assert all(path.is_file() and path.is_relative_to(tmp_path / "diagrams") for path in paths)
 
 
-@pytest.mark.parametrize("suffix", [".mmd", ".dot"])
+@pytest.mark.parametrize("suffix", [".mmd", ".dot", ".svg", ".HTML"])
 def test_output_may_be_one_file(tmp_path: Path, suffix: str) -> None:
     target = tmp_path / "pics" / f"a{suffix}"
     outcome = run_here("visualize", f"outputs={tmp_path}", f"output={target}")
@@ -154,42 +132,45 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path, output: str) -> 
 
 def test_unknown_format_is_refused_with_those_there_are(tmp_path: Path) -> None:
     outcome = run_here("visualize", f"outputs={tmp_path}", f"output={tmp_path / 'a.bmp'}")
-    assert outcome.code == 2 and re.search(r"output must end in \.mmd .* got '.*a\.bmp'", outcome.one_line())
+    assert outcome.code == 2 and re.search(r"output must end in one of \.svg, .* got '.*a\.bmp'", outcome.one_line())
 
 
 @pytest.mark.parametrize("output", [None, "pics", "pics/a.mmd"])
 def test_sweep_gives_each_job_its_own_files(tmp_path: Path, output: str | None) -> None:
     where = [] if output is None else [f"output={tmp_path / output}"]
-    outcome = run_here("visualize", "-m", f"outputs={tmp_path}", "shard_plan=llama8b_2stage,llama8b_3stage", *where)
+    plans = "shard_plan=llama8b_2stage,llama8b_3stage"
+    outcome = run_here("visualize", "-m", f"outputs={tmp_path}", plans, "format=mermaid", *where)
     assert outcome.code == 0, outcome.text
     files = sorted(path for path in tmp_path.rglob("*.mmd"))
     assert len(files) == 2
     assert [file.read_text(encoding="utf-8").count("layers") for file in files] == [2, 3]
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_label_that_is_syntax_shows_literally_and_joins_the_right_nodes(name: str) -> None:
-    run = resolved_with(name)
-    text = mermaid(run)
-    # Undo Mermaid's entity codes: what is shown is the name itself.
-    shown = re.sub(r"#(\d+);", lambda match: chr(int(match[1])), text)
-    assert f"stage 1: {name}<br/>" in shown
-    label = re.search(r'^    s1\["(.*)"\]$', text, re.MULTILINE)
-    assert label and not set(label[1].replace("<br/>", "")) & set('"<>[]{}|\\')
-    assert [line.split()[0] for line in text.splitlines()[1:]] == ['s0["stage', 's1["stage', "s0"]
-    assert re.search(r"^    s0 -->\|.*\| s1$", text, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("args", "code", "names"),
+    [
+        (["format=svg"], 0, ["architecture.svg"]),
+        (["format=[mermaid,svg]"], 0, ["architecture.mmd", "architecture.svg"]),
+        (["format=all"], 2, ["architecture.dot", "architecture.html", "architecture.mmd", "architecture.svg"]),
+        (["format=png"], 2, []),
+        ([], 0, ["architecture.dot", "architecture.html", "architecture.mmd", "architecture.svg"]),
+    ],
+)
+def test_formats_that_are_asked_for_are_drawn_and_one_that_cannot_be_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, names: list[str]
+) -> None:
+    """Case V01: neither the program nor the packages."""
+    without_dot(monkeypatch, tmp_path)
+    without_packages(monkeypatch)
+    outcome = run_here("visualize", f"outputs={tmp_path}", f"output={tmp_path / 'pics'}", *args)
+    assert outcome.code == code, outcome.text
+    assert sorted(path.name for path in (tmp_path / "pics").glob("*")) == names
+    assert ("pip install resvg-py" in outcome.text) == (code == 2 or not args) and "Traceback" not in outcome.text
 
-    graph = dot(run)
-    (label_text,) = re.findall(r'^    s1 \[label="((?:[^"\\]|\\.)*)"\];$', graph, re.MULTILINE)
-    assert re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], label_text).split("\n")[0] == f"stage 1: {name}"
-    assert re.search(r"^    s0 -> s1 \[", graph, re.MULTILINE)
 
-
-@pytest.mark.skipif(shutil.which("dot") is None, reason="no Graphviz program `dot`")
-@pytest.mark.parametrize("name", ODD)
-def test_graphviz_takes_the_dot_text(name: str) -> None:
-    done = subprocess.run(["dot", "-Tsvg"], input=dot(resolved_with(name)).encode(), capture_output=True)
-    assert done.returncode == 0 and not done.stderr
+def test_output_with_another_ending_than_the_format_is_refused(tmp_path: Path) -> None:
+    outcome = run_here("visualize", f"outputs={tmp_path}", f"output={tmp_path / 'a.svg'}", "format=dot")
+    assert outcome.code == 2 and "output must be a folder for format=dot, or end in its ending" in outcome.one_line()
 
 
 def test_sample_hosts_and_missing_data_are_no_fault_of_a_drawing(tmp_path: Path) -> None:
