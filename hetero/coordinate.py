@@ -22,11 +22,13 @@ from hetero.fingerprint import fingerprint
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
 from hetero.prepare import check_quickly, prepare, total_steps
+from hetero.report import ReportWriter
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
 from hetero.run import Run, RunResult
+from hetero.run_facts import facts_of
 from hetero.saving import Saver
 from hetero.secret import new_secret, secret_of_this_machine
 from hetero.spec import RunSpec, WorkerEntry
@@ -81,7 +83,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         saver = Saver(beginning.store, resolved.config.checkpoint, saved)
         stack.callback(saver.close)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
-        with _logging_to(loggers, about, start.records):
+        report = ReportWriter(run_dir)
+        with _logging_to([*loggers, report], about, start.records):
             run = Run(
                 resolved=resolved,
                 prepared=prepared,
@@ -90,11 +93,12 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                 model=model,
                 start=start,
                 saver=saver,
-                loggers=loggers,
+                loggers=[*loggers, report],
                 launched=launched,
                 identity=identity_of(secret),
                 result=RunResult(spec, run_dir / "adapter", records=list(start.records)),
             )
+            report.follow(facts_of(run, resolved))
             run.through_all_sessions()
     return run.result
 
