@@ -16,11 +16,12 @@ from hetero.run_files import Status
 from hetero.series import Series
 
 REFRESH_S = 3
+_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "trace.json", "architecture.html", "train.log")
 
 STYLE = (
     charts.STYLE
     + """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 12px; }
 .charts .card { margin: 0; padding: 10px; }
 .tiles .card { margin: 0; padding: 10px 14px; }
 .tiles .card b { display: block; font-size: 20px; line-height: 1.3; font-weight: 600;
@@ -33,14 +34,15 @@ STYLE = (
 details { margin: 12px 0; } summary { cursor: pointer; font-weight: 600; }
 .keys td:first-child { color: var(--faint); font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 13px; }
 .keys td { padding: 2px 12px 2px 0; }
-.paper { display: block; max-width: 100%; background: #fff; border-radius: 10px; padding: 10px; color-scheme: light; }
-.nowrap { white-space: nowrap; }
+.nowrap, .wide th { white-space: nowrap; }
+.wide td { overflow-wrap: break-word; }
+.keys td, .ids { overflow-wrap: anywhere; }
 """
 )
 
 _COLOUR = {"running": "", "finished": "good", "stopped": "warn", "interrupted": "warn", "failed": "bad"}
 # Of keys whose values nobody should see on a page that is passed on; and of a password within an address.
-_SECRET = re.compile(r"(^|[_.-])(api_?key|token|secret|password|passwd|credentials?)s?$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[_.-])(api_?keys?|token|secrets?|passwords?|passwd|credentials?)$", re.IGNORECASE)
 _IN_URL = re.compile(r"(?<=://)[^/\s@:]*:[^/\s@]*(?=@)")
 
 
@@ -77,7 +79,7 @@ def run_page(
         parts += ["<h2>One step</h2>", f'<figure class="card">{timeline_svg}</figure>']
     if (picture := _svg_file(folder / "architecture.svg")) is not None:
         parts += ["<h2>Architecture</h2>", f'<figure class="card">{picture}</figure>']
-    parts.append(_settings(about))
+    parts.append(_settings(folder, about))
     return page(title, "\n".join(parts), refresh_s=REFRESH_S if live else None)
 
 
@@ -240,11 +242,15 @@ def _svg_file(file: Path) -> str | None:
     return content[content.index("<svg") :] if "<svg" in content else None
 
 
-def _settings(about: dict[str, Any]) -> str:
+def _settings(folder: Path, about: dict[str, Any]) -> str:
     """The configuration, the versions, and the files beside the page."""
     parts = ["<h2>Settings</h2>", _table("configuration", list(flat(about.get("config", {}))))]
     parts.append(_table("versions", list(about.get("versions", {}).items())))
-    parts.append(f'<p class="faint">run {text(about.get("run_id", ""))}, digest {text(about.get("digest", ""))}</p>')
+    if links := [f'<a href="{name}">{name}</a>' for name in _FILES if (folder / name).is_file()]:
+        parts.append(f"<p>Files: {', '.join(links)}</p>")
+    parts.append(
+        f'<p class="faint ids">run {text(about.get("run_id", ""))}, digest {text(about.get("digest", ""))}</p>'
+    )
     return "\n".join(parts)
 
 

@@ -292,7 +292,7 @@ def _read_job(folder: Path) -> Job:
 
 def _place(job: Job) -> tuple[int, float, int, str]:
     kind = 2 if job.state == "failed" else 1 if job.step_time_s is None else 0
-    return kind, job.step_time_s or 0.0, len(job.number), job.number
+    return kind, (job.step_time_s or 0.0) if kind == 0 else 0.0, len(job.number), job.number
 
 
 def _lowest(jobs: Sequence[Job]) -> Job | None:
@@ -311,8 +311,9 @@ def _means(curves: Curves | None) -> list[tuple[float, float]]:
 
 def _row(folder: Path, job: Job, keys: Sequence[str], best: bool, lowest: bool, slowest: float) -> str:
     name = text(job.number)
-    if (job.folder / REPORT).is_file():
-        name = f'<a href="{text(quote(job.folder.relative_to(folder).as_posix()))}/{REPORT}">{name}</a>'
+    pages = [job.folder / REPORT, *sorted(job.folder.glob("*.log"))]  # a job that was refused has a log alone
+    if (shown := next((file for file in pages if file.is_file()), None)) is not None:
+        name = f'<a href="{text(quote(shown.relative_to(folder).as_posix()))}">{name}</a>'
     mark = ' <b class="good" title="the fastest job that finished">★</b>' if best else ""
     cells = [f'<td class="nowrap">{name}{mark}</td>']
     cells += [f"<td>{text(hidden(key, job.overrides.get(key, '')))}</td>" for key in keys]
@@ -320,7 +321,7 @@ def _row(folder: Path, job: Job, keys: Sequence[str], best: bool, lowest: bool, 
         cells += ['<td class="faint">–</td>'] * 6
     else:
         shares = "".join(
-            f'<div class="nowrap" title="stage {text(stage)}">{share:.0%}{bar(share, colour=i, title=stage)}</div>'
+            f'<div class="nowrap" title="stage {text(stage)}">{share:.0%}{bar(share, colour=i)}</div>'
             for i, (stage, share) in enumerate(job.busy.items())
         )
         length = bar(job.step_time_s / slowest if slowest else 0.0, title="beside the slowest job")
