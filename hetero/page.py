@@ -23,10 +23,13 @@ figure { margin: 16px 0; overflow-x: auto; }
 svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; }
-th, td { text-align: left; vertical-align: top; padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; min-width: 4em; }
-th { color: var(--faint); font-weight: 600; }
-.num { text-align: right; white-space: nowrap; }
+th, td { text-align: left; vertical-align: top; padding: 6px 0 6px 14px; border-bottom: 1px solid var(--line);
+  font-size: 14px; }
+th:first-child, td:first-child { padding-left: 0; }
+th { color: var(--faint); font-weight: 600; vertical-align: bottom; }
+td { overflow-wrap: anywhere; min-width: 7em; }
+.num { text-align: right; min-width: 0; }
+td.num { overflow-wrap: normal; white-space: nowrap; }
 .faint { color: var(--faint); } .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px;
   margin: 12px 0; }
