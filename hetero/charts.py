@@ -39,8 +39,9 @@ STYLE = (
 )
 
 _WIDTH, _PLOT_HEIGHT = 480, 170
-_LEFT, _RIGHT, _BOTTOM = 56, 14, 40
+_LEFT, _RIGHT, _BOTTOM = 56, 24, 40
 _MAX_HITS = 80  # places where a value is shown on hover
+_MAX_RANGES = 3  # curves whose ranges do not yet hide one another; of more, they are said on hover alone
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def line_chart(
         path = f'<path class="limit" d="M{_LEFT} {_n(axes.y(limit[0]))}H{_WIDTH - _RIGHT}"/>'
         body.append(f"<g><title>{text(limit[1])}</title>{path}</g>")
     for line in lines:
-        body += _drawn(line, axes)
+        body += _drawn(line, axes, ranges=len(lines) <= _MAX_RANGES)
     body += _hits(lines, axes, unit, percent)
     return _svg(title, top, body)
 
@@ -203,7 +204,7 @@ def _legend(lines: Sequence[Line]) -> tuple[list[str], int]:
 
 def _grid(axes: _Axes, *, percent: bool) -> list[str]:
     parts = []
-    for tick in log_ticks(axes.y_low, axes.y_high) if axes.log else ticks(axes.y_low, axes.y_high):
+    for tick in log_ticks(axes.y_low, axes.y_high) if axes.log else ticks(axes.y_low, axes.y_high, 6 if percent else 5):
         y = _n(axes.y(tick))
         label = f"{tick:.0%}" if percent else show(tick)
         parts.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
@@ -216,12 +217,11 @@ def _grid(axes: _Axes, *, percent: bool) -> list[str]:
     return parts
 
 
-def _drawn(line: Line, axes: _Axes) -> list[str]:
+def _drawn(line: Line, axes: _Axes, *, ranges: bool) -> list[str]:
     """The curve; where a bucket holds several points, their range faintly and their mean over it."""
     buckets, stroke = line.series.buckets, f"stroke:var(--c{line.colour % NUM_COLOURS})"
-    many = any(bucket.count > 1 for bucket in buckets)
     parts = []
-    if many:
+    if ranges and any(bucket.count > 1 for bucket in buckets):
         ends = [point for b in buckets for point in sorted({b.low, b.high})]
         parts.append(f'<path class="range" style="{stroke}" d="{_path(ends, axes)}"/>')
     means = [((b.first + b.last) / 2, b.mean) for b in buckets]
