@@ -6,6 +6,7 @@ Only this file and the scripts import hydra or omegaconf; everything behind them
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,20 @@ def run_task(task: Task, config_name: str) -> int:
             raise KeyboardInterrupt  # whoever ends a job of a sweep means the sweep
         began += 1
         try:
-            stopped = bool(task(_plain(cfg), Path(HydraConfig.get().runtime.output_dir)))
+            with _job_of_sweep(config_name, dry_run=cfg.get("dry_run") is True):
+                stopped = bool(task(_plain(cfg), Path(HydraConfig.get().runtime.output_dir)))
         except HeteroError as exc:
             if full_errors:
                 raise
             log.error("%s", exc)
-            failed[began - 1] = 2 if isinstance(exc, ConfigError) else 1
+            failed[began - 1] = _exit_code(exc)
             if isinstance(exc, ConfigError):
                 _remove_empty_run(Path(cfg.outputs))
+        except Exception as exc:  # a defect; the sweep's other jobs do not share it
+            if full_errors or HydraConfig.get().mode is not RunMode.MULTIRUN:
+                raise
+            log.exception("a defect ended this job")
+            failed[began - 1] = _exit_code(exc)
 
     # Libraries' notes to their own developers; ours are errors in the tests.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
@@ -120,6 +127,35 @@ def run_task(task: Task, config_name: str) -> int:
         sys.stderr.write(f"{len(failed)} of {began} jobs failed: {numbers} (each one's log has the reason)\n")
     codes = set(failed.values())
     return codes.pop() if len(codes) == 1 else int(bool(codes))
+
+
+@contextlib.contextmanager
+def _job_of_sweep(config_name: str, *, dry_run: bool) -> Iterator[None]:
+    """Notes in the folder of a sweep's training job what the job is and how it ended, for the sweep's page."""
+    about = HydraConfig.get()
+    if about.mode is not RunMode.MULTIRUN or config_name != "config" or dry_run:
+        yield
+        return
+    from hetero.sweep import close_sweep, note_job
+
+    note = functools.partial(
+        note_job, Path(about.runtime.output_dir), about.job.num, [str(entry) for entry in about.overrides.task]
+    )
+    note(code=None, error=None)
+    try:
+        yield
+    except Exception as exc:
+        note(code=_exit_code(exc), error=f"{exc}" if isinstance(exc, HeteroError) else f"{type(exc).__name__}: {exc}")
+        raise
+    except BaseException:  # the sweep ends with it, and hydra calls nobody any more
+        note(code=130, error="interrupted")
+        close_sweep(Path(about.sweep.dir))
+        raise
+    note(code=0, error=None)
+
+
+def _exit_code(exc: Exception) -> int:
+    return 2 if isinstance(exc, ConfigError) else 1
 
 
 def _sweep_first(arguments: list[str]) -> list[str]:

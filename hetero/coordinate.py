@@ -27,11 +27,13 @@ from hetero.launch import LocalWorkers
 from hetero.machine_memory import machine_of
 from hetero.prepare import check_quickly, prepare, total_steps
 from hetero.prompts import limits_of
+from hetero.report import ReportWriter
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
 from hetero.run import Run, RunResult
+from hetero.run_facts import facts_of
 from hetero.run_loggers import Guarded, loggers_of, logging_to
 from hetero.saving import Saver
 from hetero.secret import new_secret, secret_of_this_machine
@@ -103,6 +105,8 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         memory = {stage.id: machine_of(resolved, index)[1] for index, stage in enumerate(resolved.stages)}
         display.expect(num_steps, memory)
         about = _write_run_json(run_dir, run_id, spec, resolved, start)
+        report = ReportWriter(run_dir)
+        loggers = [*loggers, report]
         with logging_to(loggers, about, [*start.records, *start.evaluations]) as ending:
             run = Run(
                 resolved=resolved,
@@ -124,6 +128,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
                     evaluations=list(start.evaluations),
                 ),
             )
+            report.follow(facts_of(run, resolved))
             run.through_all_sessions()
             ending.stopped = run.result.stopped
             display.doing("ending")
