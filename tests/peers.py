@@ -56,7 +56,7 @@ EXAMPLES: dict[FrameType, tuple[Header, bytes]] = {
     FrameType.APPLY: (Apply(1, 0.5), b""),
     FrameType.GATHER: (Gather(1), b""),
     FrameType.STATE: (State(0, 1, TensorEntry("w", "float32", [4]), 0), bytes(16)),
-    FrameType.HEARTBEAT: (Heartbeat(7), b""),
+    FrameType.HEARTBEAT: (Heartbeat(7, ping=True, answers=6, came_s=1.5, went_s=2.5), b""),
     FrameType.ABORT: (Reason("the end ü 🙂"), b""),
     FrameType.STOP: (Reason("done"), b""),
     FrameType.ERROR: (Fault("it broke", step=3), b""),

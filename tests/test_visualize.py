@@ -116,7 +116,7 @@ def test_diagrams_go_into_a_folder_of_their_own_by_default(tmp_path: Path) -> No
     outcome = run_here("visualize", f"outputs={tmp_path}")
     assert outcome.code == 0
     paths = [Path(line) for line in outcome.text.splitlines()]
-    assert [path.name for path in paths] == ["architecture.mmd", "architecture.dot"]
+    assert [path.name for path in paths] == ["architecture.mmd", "architecture.dot", "timeline.svg", "timeline.json"]
     assert all(path.is_file() and path.is_relative_to(tmp_path / "diagrams") for path in paths)
 
 
