@@ -163,7 +163,7 @@ def measured() -> tuple[list[tuple[float, float]], Timeline]:
 def test_idle_shares_of_timed_stages_are_those_of_the_simulation(
     measured: tuple[list[tuple[float, float]], Timeline],
 ) -> None:
-    """Within 3 points with the times that they really took; with those that they should take, more on a busy machine."""
+    """Within 3 points with the times that they took; with those that they should take, more on a busy machine."""
     times, timeline = measured
     expected = simulated_step([StageTime(*pair) for pair in times], [LinkTime()] * 2, 6, ScheduleSpec())
     for stage, idle in enumerate(expected.idle_share):
