@@ -158,37 +158,24 @@ class Bottleneck:
 
 
 def bottleneck(timeline: Timeline) -> Bottleneck:
-    """Whoever is occupied for three quarters of the step or more; else what the busiest stage waits for.
+    """Whoever is occupied for three quarters of the step or more; else what lets the busiest stage be idle.
 
-    That is the pipe's filling before its first and draining after its last work, or the link with most time on the way.
+    That is a link where a frame is on it for half as long or more, and otherwise the pipe, which fills and drains.
     """
-    length = timeline.duration_s
-    count = len(timeline.stages)
-    busiest = max(range(count), key=timeline.busy_s)
-    share = timeline.busy_s(busiest) / length if length else 0.0
-    links = {pair: _link_busy_s(timeline, *pair) for pair in _pairs(count)}
+    length = timeline.duration_s or 1.0
+    busiest = max(range(len(timeline.stages)), key=timeline.busy_s)
+    name, share = timeline.stages[busiest], timeline.busy_s(busiest) / length
+    links = {pair: _link_busy_s(timeline, *pair) / length for pair in _pairs(len(timeline.stages))}
     link = max(links, key=lambda pair: links[pair], default=None)
-    compute = Bottleneck(f"compute of stage {timeline.stages[busiest]}", f"busy {share:.0%} of the step")
-    if link is not None and length and links[link] / length > max(share, BUSY_ENOUGH):
-        return Bottleneck(_link_name(timeline, link), f"a frame on it {links[link] / length:.0%} of the step")
-    if share >= BUSY_ENOUGH or count == 1:
-        return compute
-    own = timeline.of_stage(busiest, "forward", "backward")
-    edges = own[0].start_s + max(0.0, length - own[-1].end_s) if own else length
-    gaps = length - edges - timeline.busy_s(busiest)
-    if edges >= gaps:
-        return Bottleneck(
-            "fill and drain",
-            f"{edges / length:.0%} of the step before the first and after the last work of {timeline.stages[busiest]}, "
-            "the busiest stage; more micro-batches a step shorten it",
-        )
-    if link is not None and links[link] > gaps / 2:
-        return Bottleneck(
-            _link_name(timeline, link),
-            f"a frame on it {links[link] / length:.0%} of the step, and {timeline.stages[busiest]}, the busiest stage, "
-            f"waits {gaps / length:.0%} in between",
-        )
-    return compute
+    if link is not None and links[link] > max(share, BUSY_ENOUGH):
+        return Bottleneck(_link_name(timeline, link), f"a frame on it {links[link]:.0%} of the step")
+    if share >= BUSY_ENOUGH or link is None:
+        return Bottleneck(f"compute of stage {name}", f"busy {share:.0%} of the step")
+    if links[link] > (1.0 - share) / 2:
+        why = f"a frame on it {links[link]:.0%} of the step, and stage {name}, the busiest, idle {1 - share:.0%}"
+        return Bottleneck(_link_name(timeline, link), why)
+    why = f"stage {name}, the busiest, is idle {1 - share:.0%} of the step; more micro-batches a step shorten that"
+    return Bottleneck("fill and drain", why)
 
 
 def _pairs(num_stages: int) -> list[tuple[int, int]]:

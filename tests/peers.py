@@ -41,6 +41,7 @@ from hetero.wire.headers import (
     Tensors,
     Welcome,
 )
+from hetero.wire.spans import SPAN
 
 DEADLINE_S = 20.0
 HIDDEN = TensorEntry("hidden", "float32", [2, 3, 4])
@@ -57,11 +58,11 @@ EXAMPLES: dict[FrameType, tuple[Header, bytes]] = {
     FrameType.STEP: (Step(1, 12), pack_shapes([(2, 3), (2, 3)])),
     FrameType.FORWARD: (Tensors(1, 0, [LABELS, HIDDEN]), bytes(48 + 96)),
     FrameType.BACKWARD: (Tensors(1, 0, [GRAD]), bytes(96)),
-    FrameType.READY: (Ready(1, True, 2.5, 0.1, 0.2, 10, 20), bytes(16)),
+    FrameType.READY: (Ready(1, True, 2.5, 0.1, 0.2, 10, 20, num_spans=1, spans_left_out=2), bytes(16 + SPAN.size)),
     FrameType.APPLY: (Apply(1, 0.5), b""),
     FrameType.GATHER: (Gather(1), b""),
     FrameType.STATE: (State(0, 1, TensorEntry("w", "float32", [4]), 0), bytes(16)),
-    FrameType.HEARTBEAT: (Heartbeat(7), b""),
+    FrameType.HEARTBEAT: (Heartbeat(7, ping=True, answers=6, came_s=1.5, went_s=2.5), b""),
     FrameType.ABORT: (Reason("the end ü 🙂"), b""),
     FrameType.STOP: (Reason("done"), b""),
     FrameType.ERROR: (Fault("it broke", step=3), b""),

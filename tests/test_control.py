@@ -205,6 +205,11 @@ def test_answer_that_comes_twice_ends_the_session(phase: Phase, twice: Frame) ->
         (Phase.RUN, ready(2), "READY of step 1 must come once, got step 2"),
         (Phase.RUN, ready(1, bytes(9)), "norms are float64, got 9 bytes"),
         (
+            Phase.RUN,
+            frame(FrameType.READY, Ready(1, True, 1.0, 0.1, 0.1, 10, 20, num_spans=2), bytes(40)),
+            "2 spans need more than 40 bytes",
+        ),
+        (
             Phase.SYNC,
             frame(FrameType.SYNCED, msgspec.structs.replace(SYNCED, epoch=0)),
             "SYNCED of epoch 1 must come once, got epoch 0",

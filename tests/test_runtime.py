@@ -199,7 +199,7 @@ def test_any_policies_and_caps_end_every_step(
                 riders = {"hidden" if index else "input_ids", "labels"}
                 more = riders | {"attention_mask", "position_ids"}
                 assert stage.riders == [more if number % 2 else riders for number in range(count)]
-                spans = chain.works[index].spans
+                spans = [span for span in chain.works[index].spans if span[2] in ("forward", "backward")]
                 assert len(spans) == 2 * count
                 assert all(before <= after for before, after, _, _ in spans)
                 assert [span[2] for span in spans] == [entry[0] for entry in stage.done]
@@ -328,6 +328,9 @@ def test_frames_of_another_step_are_not_taken() -> None:
     class Upstream:
         def send(self, type_: FrameType, header: Tensors, payload: Sequence[memoryview] = ()) -> None:
             sent.append((type_, header.step, header.micro_batch))
+
+        def written(self) -> list[tuple[int, int, float]]:
+            return []
 
     runtime = Runtime(
         stage,  # type: ignore[arg-type]

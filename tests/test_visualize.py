@@ -92,9 +92,10 @@ def test_diagrams_go_into_a_folder_of_their_own_by_default(tmp_path: Path) -> No
     outcome = run_here("visualize", f"outputs={tmp_path}")
     assert outcome.code == 0
     paths = [Path(line) for line in outcome.text.splitlines() if line.startswith("/")]
-    drawn = [path.suffix for path in paths]
+    assert [path.name for path in paths[-2:]] == ["timeline.svg", "timeline.json"]
+    drawn = [path.suffix for path in paths[:-2]]
     assert drawn[:4] == [".svg", ".html", ".mmd", ".dot"] and {*drawn[4:]} <= {".png", ".pdf"}
-    assert all(path.stem == "architecture" for path in paths)
+    assert all(path.stem == "architecture" for path in paths[:-2])
     assert all(path.is_file() and path.is_relative_to(tmp_path / "diagrams") for path in paths)
 
 
