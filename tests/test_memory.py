@@ -260,9 +260,9 @@ def test_workers_with_layers_of_real_size_hold_what_was_predicted(tmp_path: Path
 def test_storage_at_the_address_of_one_that_did_not_count_and_is_gone_counts() -> None:
     """Otherwise the figures of a plan depend on where memory happens to be."""
     allocations = Allocations()
-    given = [torch.empty(10, device="meta") for _ in range(50)]
+    given = [torch.empty(10) for _ in range(50)]
     allocations.ignore(iter(given))
     given.clear()
     with allocations:
-        made = [torch.empty(10, device="meta") for _ in range(50)]
+        made = [torch.empty(10) for _ in range(50)]
         assert allocations.now == sum(tensor.nbytes for tensor in made) == 50 * 40
