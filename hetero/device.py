@@ -95,7 +95,7 @@ class Device:
         6 to 8 % of a step of SmolLM2's last stage.
 
         Args:
-            four_bit: matrices in 16 bits come and go at each 4-bit one; large blocks, which would scatter, are not kept.
+            four_bit: matrices in 16 bits come and go at each 4-bit one; large blocks would scatter and are not kept.
         """
         self._keeps, self._plenty = _LARGE if four_bit else _KEPT, False
         _return_blocks_of(_RETURNED)

@@ -81,7 +81,7 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
     if any("cpu" in stage.machine for stage in memory.stages):
         yield (
             "on a CPU weights in the checkpoint's own numbers are mapped from the file and can be dropped again; "
-            "what is freed is kept where more than twice of all this is left, and may be as much again as the activations"
+            "what is freed is kept where over twice of all this is left, and may be as much again as the activations"
         )
     if any(stage.available is None for stage in memory.stages):
         yield "memory ?: give memory_gb in the machine's entry under hardware to have it compared"
