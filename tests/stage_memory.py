@@ -1,8 +1,8 @@
 """A worker's process whose anonymous memory is watched while it loads a stage and takes two steps (Linux).
 
 `python stage_memory.py MODEL_FOLDER SPEC_JSON STAGE HEAP`: prints the peak in bytes over that of the process when it
-was warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `plenty` for a machine with more
-than enough memory left, so that a worker keeps what it frees, or `scarce` for one without.
+was warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `plenty` for a machine
+that has more than enough memory left, so that a worker keeps what it frees, or `scarce` for one that has not.
 """
 
 from __future__ import annotations
