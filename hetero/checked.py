@@ -41,10 +41,19 @@ def convert(raw: Any, type_: type[T], *, root: str = "") -> T:
         raise ConfigError(f"{root or 'the configuration'} must be plain data: {exc}") from None
 
 
+# Keys that users of PEFT expect, and why they are none here.
+_NO_KEYS = {
+    "trainable_token_indices": "single rows of the embedding cannot train, since the head, on another stage, may share "
+    "them; modules_to_save with the embedding's name trains it whole, where the model does not tie it to the head",
+}
+
+
 def unknown_key(key: str, known: list[str], where: str) -> str:
     """The message for a key that does not exist, with the nearest that does."""
     shown = key if key.isprintable() else repr(key)
     full = f"{where}.{shown}" if where else shown
+    if key in _NO_KEYS:
+        return f"{full} is not a key: {_NO_KEYS[key]}"
     near = difflib.get_close_matches(key, known, n=1)
     hint = f" did you mean {near[0]}?" if near else ""
     return f"{full} is not a key;{hint} keys here: {', '.join(sorted(known))}"

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
 import torch
 
+from hetero import host_memory
 from hetero.errors import ConfigError
 
 # The default generator of a device belongs to the process; whoever keys it holds this lock while its draws last.
@@ -20,6 +20,11 @@ _GENERATOR_LOCK = threading.RLock()
 _MPS_SLACK_BYTES = 256 << 20  # that torch's cache on MPS may hold besides twice of what is in use
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# Sizes of a block from which on glibc returns it at once: its default, where its own rule ends up, and never.
+_RETURNED, _LARGE, _KEPT = 128 << 10, 32 << 20, 1 << 30
+# What is kept made a process up to 1.9 times as large. So it is kept where 2.5 times of what it held at most is left,
+# and no longer where that falls below 1.
+_PLENTY, _SCARCE = 2.5, 1.0
 
 
 def available_types() -> list[str]:
@@ -58,6 +63,7 @@ class Device:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._keeps, self._plenty = _RETURNED, False
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -73,22 +79,36 @@ class Device:
         return int(peak) * (1 if sys.platform == "darwin" else 1024)
 
     def total_memory_bytes(self) -> int:
-        """Memory that this device has."""
-        return int(psutil.virtual_memory().total)
+        """Memory that this device has, or this process may use of it."""
+        return host_memory.total_bytes()
 
-    def keep_freed_memory(self) -> None:
-        """Lets this process keep what it frees for its next tensors, where its C library is GNU's.
+    def available_memory_bytes(self) -> int:
+        """Memory of this device that is left."""
+        return host_memory.available_bytes()
 
-        By default the C library gives large blocks back at once, and each micro-batch's logits and activations are new
-        pages that the kernel has to clear: 6 to 8 % of a step of SmolLM2's last stage.
+    def begin_training(self, *, four_bit: bool) -> None:
+        """A stage is about to be built here.
+
+        From then on large blocks that it frees go back to the system at once (where the C library is GNU's, whose heap
+        would else grow by what lies scattered in it), so that the process holds what the dry run says. Where plenty is
+        left after a step, they are kept for the next tensors instead: pages that the kernel has to clear again were
+        6 to 8 % of a step of SmolLM2's last stage.
+
+        Args:
+            four_bit: matrices in 16 bits come and go at each 4-bit one; large blocks would scatter and are not kept.
         """
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-        if mallopt is not None:
-            for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-                mallopt(setting, 1 << 30)  # the setting stays as it is where this C library does not allow the value
+        self._keeps, self._plenty = _LARGE if four_bit else _KEPT, False
+        _return_blocks_of(_RETURNED)
 
     def tidy(self) -> None:
-        """Between two steps: gives back memory that its allocator holds for sizes that may not come again."""
+        """Between two steps: gives back memory that its allocator holds and that may be wanted elsewhere.
+
+        On a CPU by need: what is freed is kept as long as there is plenty.
+        """
+        needed = self.memory_bytes() * (_SCARCE if self._plenty else _PLENTY)
+        if (plenty := self.available_memory_bytes() >= needed) != self._plenty:
+            self._plenty = plenty
+            _return_blocks_of(self._keeps if plenty else _RETURNED)
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
@@ -141,8 +161,15 @@ class CudaDevice(Device):
         """Memory of the card."""
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
-    def keep_freed_memory(self) -> None:
-        """torch's allocator does so on the card."""
+    def available_memory_bytes(self) -> int:
+        """Memory of the card that nobody holds."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def begin_training(self, *, four_bit: bool) -> None:
+        """torch's allocator keeps what is freed on the card."""
+
+    def tidy(self) -> None:
+        """torch's allocator has blocks of few sizes on a card."""
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
@@ -178,8 +205,12 @@ class MpsDevice(Device):
         """Memory that the driver recommends not to exceed."""
         return int(torch.mps.recommended_max_memory())
 
-    def keep_freed_memory(self) -> None:
-        """torch's allocator does so on the GPU."""
+    def available_memory_bytes(self) -> int:
+        """What is left of the memory that the driver recommends not to exceed."""
+        return max(0, self.total_memory_bytes() - int(torch.mps.driver_allocated_memory()))
+
+    def begin_training(self, *, four_bit: bool) -> None:
+        """torch's allocator keeps what is freed on the GPU, see `tidy`."""
 
     def tidy(self) -> None:
         """Unequal rows fill torch's cache with blocks of many sizes, which memory shared with the CPU cannot afford."""
@@ -198,3 +229,14 @@ class MpsDevice(Device):
     def generator(self) -> torch.Generator:
         """The GPU's default generator."""
         return torch.mps._get_default_mps_generator()
+
+
+def _return_blocks_of(num_bytes: int) -> None:
+    """From which size on freed blocks go back to the system; what is free already goes back where that is little."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "mallopt"):
+        return
+    for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+        library.mallopt(setting, num_bytes)  # the setting stays as it is where this C library does not allow the value
+    if num_bytes == _RETURNED and hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -15,6 +15,7 @@ from hetero.errors import ConfigError
 from hetero.memory import RUNTIME_BYTES, RunMemory, StageMemory, memory_of, show_bytes
 from hetero.resolve import ResolvedRun
 from hetero.spec import Config
+from hetero.wire.tensors import MAX_KEPT_BYTES
 
 _COLUMNS = ("stage", "layers", "weights", "adapter", "activations", "work", "links", "total", "memory")
 
@@ -81,7 +82,12 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
     if any("cpu" in stage.machine for stage in memory.stages):
         yield (
             "on a CPU weights in the checkpoint's own numbers are mapped from the file and can be dropped again; "
-            "the C library's heap may hold up to as much again as the activations"
+            "what is freed is kept where over twice of all this is left, and may be as much again as the activations"
+        )
+    if resolved.config.data.source != "pydocs" and len(memory.stages) > 1:
+        yield (
+            f"links: with receive buffers that are kept where rows differ in length, {show_bytes(MAX_KEPT_BYTES)} a "
+            "machine at most"
         )
     if any(stage.available is None for stage in memory.stages):
         yield "memory ?: give memory_gb in the machine's entry under hardware to have it compared"

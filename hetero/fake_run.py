@@ -23,18 +23,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hetero.device import Device
 from hetero.families import Family
 from hetero.models import layers_of, prune
+from hetero.router_loss import RouterLoss
+from hetero.spec import RouterLossSpec
 from hetero.token_loss import token_loss
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A micro-batch: B rows of T tokens each, and whether shorter ones are filled up, which needs a mask."""
+    """A micro-batch: B rows of T tokens each.
+
+    Attributes:
+        rows: B.
+        length: T.
+        padded: shorter rows are filled up, which needs a mask.
+        packed: rows hold several documents, which positions alone tell apart.
+    """
 
     rows: int
     length: int
     padded: bool
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known |= {storage._cdata: storage for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        grouped = func is torch.ops.aten._grouped_mm.default
+        out = (_grouped_product if grouped else func)(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage())
@@ -91,6 +103,15 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def held(self, place: str) -> int:
         """Bytes that were made at a place and are still there."""
         return sum(num_bytes for num_bytes, where in self._live.values() if where == place)
+
+
+def _grouped_product(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None, dtype: Any = None
+) -> torch.Tensor:
+    """What multiplies tokens by their experts, without torch's rule for fake tensors, which allows bfloat16 alone."""
+    if b.dim() == 2:  # the weights' gradient: [K, S] by [S, N] for each expert
+        return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(a.shape[0], b.shape[-1])
 
 
 class _Cut(torch.autograd.Function):
@@ -143,10 +164,20 @@ class FakeRun:
         model: the whole model on the meta device, with its adapter in place.
         family: of the model.
         attn_implementation: as configured.
+        router_loss: of a mixture of experts; None where it is off.
     """
 
-    def __init__(self, model: Any, family: Family, attn_implementation: str | None) -> None:
+    def __init__(
+        self, model: Any, family: Family, attn_implementation: str | None, router_loss: RouterLossSpec | None = None
+    ) -> None:
         self._model, self._family, self._mode = model, family, FakeTensorMode()
+        self._router_loss = router_loss
+        if router_loss is not None or getattr(model.config, "output_router_logits", False):
+            model.config.output_router_logits = router_loss is not None  # as on a stage
+        if router_loss is not None:  # else on the first run, when all layers but one are replaced
+            from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+            maybe_install_capturing_hooks(model.base_model)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
         model.train()
@@ -177,7 +208,7 @@ class FakeRun:
             self._mode,
             _attention_of(device_type),
             _linears(self._model, four_bit),
-            _one_document_a_row(),
+            _documents(shape.packed),
         ):
             self._give_fakes(dtype, allocations)
             inputs, leaf = self._inputs(index, shape, dtype, input_grad)
@@ -188,12 +219,12 @@ class FakeRun:
                     allocations.place = "input"
                     inputs["inputs_embeds"] = leaf.clone()
                     allocations.place = "around"
-                end = self._forward(inputs)
+                ends = self._forward(inputs, shape, allocations)
                 inputs.clear()
                 held = {place: allocations.held(place) for place in ("input", "around", "inside")}
                 kept = sum(held.values())
-                if end.requires_grad:
-                    torch.autograd.backward(end)
+                if ends := [end for end in ends if end.requires_grad]:
+                    torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
         return Usage(held["input"] + held["inside"], held["around"], held["input"] > 0, allocations.peak - kept)
 
     def head(self, shape: Shape, dtype: torch.dtype) -> Usage:
@@ -215,19 +246,27 @@ class FakeRun:
                 torch.autograd.backward(loss)
         return Usage(kept, 0, False, allocations.peak - kept)
 
-    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """The end of the graph, which alone is held."""
-        hidden = self._model.base_model(**inputs, use_cache=False).last_hidden_state
-        end: torch.Tensor = _Cut.apply(hidden)  # type: ignore[no-untyped-call]
-        return end
+    def _forward(self, inputs: dict[str, Any], shape: Shape, allocations: Allocations) -> list[torch.Tensor]:
+        """The ends of the graph, which alone are held: of the hidden states, and of the router's sums."""
+        output = self._model.base_model(**inputs, use_cache=False)
+        ends: list[torch.Tensor] = [_Cut.apply(output.last_hidden_state)]  # type: ignore[no-untyped-call]
+        if self._router_loss is not None and output.router_logits:
+            allocations.place = "inside"  # for each layer anew
+            # A mask's values would be asked for; it is small beside the probabilities.
+            batch = {"labels": torch.empty(shape.rows, shape.length, dtype=torch.int64)}
+            router = RouterLoss(self._router_loss, self._model.config.num_experts_per_tok, Device(torch.device("cpu")))
+            router.add_layers(0, batch, output.router_logits)
+            ends.append(router.probs(0))
+        return ends
 
     def _inputs(
         self, index: int, shape: Shape, dtype: torch.dtype, input_grad: bool
     ) -> tuple[dict[str, Any], torch.Tensor | None]:
         """Arguments of the base model, and the hidden states to give to it where it has no embedding."""
         size, inputs, leaf = (shape.rows, shape.length), {}, None
-        if shape.padded:
+        if shape.padded and not shape.packed:
             inputs["attention_mask"] = torch.empty(size, dtype=torch.bool)
+        if shape.padded or shape.packed:
             inputs["position_ids"] = torch.empty(size, dtype=torch.int64)
         if index == 0:
             inputs["input_ids"] = torch.empty(size, dtype=torch.int64)
@@ -304,12 +343,12 @@ def _noting(layer: nn.Module, allocations: Allocations) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_document_a_row() -> Iterator[None]:
-    """Answers for transformers what it cannot see in positions without values: that no row holds two documents."""
+def _documents(several: bool) -> Iterator[None]:
+    """Answers for transformers what it cannot see in positions without values: how many documents are in a row."""
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = torch.zeros_like if several else lambda position_ids: None
     try:
         yield
     finally:

@@ -133,10 +133,18 @@ class Merger:
         return str(DTYPES[max(count, key=lambda name: count[name])]).removeprefix("torch.")
 
     def _names_in_the_model(self) -> dict[str, str]:
-        """Name in the files -> name in the model; files of a base model alone leave the first part out."""
+        """Name in the files -> name in the model.
+
+        Files of a base model alone leave the first part out, and some families' files have a name of their own for the
+        head.
+        """
         known, prefix = set(self._whole.state_dict()), self._whole.base_model_prefix
-        keys = [one.key for own in self._files.values() for one in own]
-        return {k: f"{prefix}.{k}" if k not in known and f"{prefix}.{k}" in known else k for k in keys}
+        names = {}
+        for key in (one.key for own in self._files.values() for one in own):
+            module, _, parameter = key.rpartition(".")
+            name = f"lm_head.{parameter}" if module == self._family.head_in_files else key
+            names[key] = f"{prefix}.{name}" if name not in known and f"{prefix}.{name}" in known else name
+        return names
 
     def _unties(self) -> bool:
         """Whether the head becomes another matrix than the embedding, of which the base has only one."""

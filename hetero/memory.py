@@ -22,7 +22,7 @@ from hetero.schedule import policy_for
 from hetero.shards import holds
 from hetero.spec import ObjectSpec, RunSpec
 from hetero.wire.headers import DTYPE_BYTES
-from hetero.wire.tensors import DTYPES
+from hetero.wire.tensors import DTYPES, MAX_KEPT_BYTES
 
 # Interpreter, torch, transformers and PEFT; a card's own context is about as large.
 RUNTIME_BYTES = 1 << 29
@@ -31,7 +31,7 @@ RUNTIME_BYTES = 1 << 29
 # scales with a float32 one, and two tables for each matrix. Without the tables 4 + 8/64 + 32/(64 * 256) bits a number.
 _BLOCK, _SCALES_BLOCK, _TABLES_BYTES = 64, 256, 4 * (16 + 256 + 1)
 
-_LABEL_BYTES, _POSITION_AND_MASK_BYTES = 8, 9  # of a token, as they ride with the hidden states
+_LABEL_BYTES, _POSITION_BYTES, _MASK_BYTES = 8, 8, 1  # of a token, as they ride with the hidden states
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class StageMemory:
         per_micro_batch: what the stage holds of each of them.
         layer_work: what a layer's forward or backward takes besides, while it runs.
         logits: what the head and the loss take besides, while they run; 0 but on the last stage.
-        link_buffers: hidden states and gradients that wait to be sent or computed, at most.
+        link_buffers: hidden states and gradients that wait to be sent or computed, at most, and receive buffers that
+            are kept for frames of their sizes.
         machine: whose memory it is; stages of one process group on one machine share it.
         available: memory of its device, None where it is not known.
     """
@@ -197,9 +198,9 @@ class _Planner:
         self._resolved, self._spec, self._whole, self._complete = resolved, spec, whole, complete
         loop = spec.loop
         rows = min(loop.batch_size, loop.microbatch_size)
-        self._shape = Shape(rows, spec.max_length, padded=rows > 1)
+        self._shape = Shape(rows, spec.max_length, padded=rows > 1, packed=resolved.config.data.packing)
         self._micro_batches = math.ceil(loop.batch_size / loop.microbatch_size)
-        self._fake = FakeRun(whole, resolved.family, spec.model.attn_implementation)
+        self._fake = FakeRun(whole, resolved.family, spec.model.attn_implementation, spec.router_loss)
         self._parameters = [(_plain(name), parameter) for name, parameter in whole.named_parameters()]
         self._usages: dict[Any, Usage] = {}
         self._by_layers = False  # what the stage at hand recomputes
@@ -314,16 +315,33 @@ class _Planner:
 
         Whatever the stage before has in flight may lie here, as hidden states or as a gradient to be sent, with one
         more that is just being made; and a gradient for each micro-batch in flight here may have come from the stage
-        after. Hidden states are sent from where they lie on a CPU, in their own dtype; else from a copy.
+        after. Hidden states are sent from where they lie on a CPU, in their own dtype; else from a copy. Hidden states
+        that came are what is in flight on a CPU, in its own dtype; else their buffers are kept beside it.
         """
-        sizes = [self._frame(boundary) for boundary in range(len(self._spec.stages) - 1)]
-        total = 0
+        spec, dtype, total = self._spec, self._spec.stages[index].dtype, 0
+        received = 0
         if index:
-            total += (self._cap(index - 1) - self._cap(index) + 1) * sizes[index - 1]
-        if index < len(sizes):
-            copied = device_type != "cpu" or self._spec.boundary_dtypes[index] != self._spec.stages[index].dtype
-            total += self._cap(index) * sizes[index] * (1 + copied)
-        return max(0, total)
+            copied = device_type != "cpu" or spec.boundary_dtypes[index - 1] != dtype
+            arriving = self._cap(index - 1) + 1
+            total += (arriving if copied else max(0, arriving - self._cap(index))) * self._frame(index - 1)
+            received += arriving * self._frame(index - 1)
+            # Labels, and what else rides along, lie in the same buffers, for as long as the hidden states do.
+            total += arriving * self._riders(self._shape.rows * self._shape.length)
+        if index < len(spec.stages) - 1:
+            copied = device_type != "cpu" or spec.boundary_dtypes[index] != dtype
+            total += self._cap(index) * self._frame(index) * (1 + copied)
+            received += self._cap(index) * self._frame(index)
+        return total + self._kept_for_other_sizes(received)
+
+    def _kept_for_other_sizes(self, received: int) -> int:
+        """Receive buffers that lie unused, at most: rows of other lengths need others, and all are kept up to a limit.
+
+        Args:
+            received: bytes of those of the largest size.
+        """
+        if self._resolved.config.data.source == "pydocs":  # running text: all rows are of one length
+            return 0
+        return min(MAX_KEPT_BYTES, received * (self._shape.length - 1) // 2)
 
     def _frame(self, boundary: int) -> int:
         """Bytes of the hidden states of a micro-batch on a link, and of their gradient."""
@@ -333,5 +351,14 @@ class _Planner:
     def _link(self, index: int) -> LinkLoad:
         tokens = self._spec.loop.batch_size * self._shape.length
         hidden = tokens * self._spec.hidden_size * DTYPE_BYTES[self._spec.boundary_dtypes[index]]
-        riders = tokens * (_LABEL_BYTES + (_POSITION_AND_MASK_BYTES if self._shape.padded else 0))
-        return LinkLoad(index, hidden + riders, hidden)
+        router = 0
+        if self._spec.router_loss is not None:
+            router = self._micro_batches * 4 * self._spec.router_loss.num_experts  # a float32 for each expert
+        count = 4 * self._micro_batches if router else 0
+        return LinkLoad(index, hidden + self._riders(tokens) + 2 * router + count, hidden + router)
+
+    def _riders(self, tokens: int) -> int:
+        """Bytes that ride with the hidden states of so many tokens."""
+        shape = self._shape
+        position, mask = shape.padded or shape.packed, shape.padded and not shape.packed
+        return tokens * (_LABEL_BYTES + _POSITION_BYTES * position + _MASK_BYTES * mask)

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _MPS_TORCH, _MPS_MACOS = (2, 9), (14, 0)
 _CUDA_CAPABILITY = (6, 0)
 _PIECE_VALUES = 1 << 20
+# For checkpoints that many people have in these numbers alone.
+_REMEDIES = {
+    "mxfp4": "its experts' blocks take no gradient and are not turned into 16 bits stage by stage, so convert it once: "
+    "AutoModelForCausalLM.from_pretrained(PATH, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(DIR)",
+}
 
 
 def stored_quantization(about: Any) -> str:
@@ -41,9 +46,10 @@ def stored_quantization(about: Any) -> str:
         held = f"4 bits of the type {kind!r}"
     else:
         held = f"numbers of the method {given.get('quant_method')!r}"
+    remedy = _REMEDIES.get(str(given.get("quant_method")), "take the model's 16-bit checkpoint")
     raise ConfigError(
         f"model.path must hold weights in 16 or 32 bits, or in bitsandbytes' nf4, got {held} (quantization_config of "
-        "its config.json); take the model's 16-bit checkpoint"
+        f"its config.json); {remedy}"
     )
 
 

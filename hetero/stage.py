@@ -285,8 +285,7 @@ def build_stage(spec: RunSpec, index: int, model_path: Path, device: Device) -> 
     """
     plan = spec.stages[index]
     quantization = plan.quantization or spec.model.quantization
-    if quantization == "none":  # matrices in 16 bits come and go at each 4-bit one, and what is kept of them scatters
-        device.keep_freed_memory()
+    device.begin_training(four_bit=quantization == "nf4")
     dtype_name = plan.dtype or spec.model.dtype
     device.check_dtype(dtype_name, key=f"shard_plan.stages[{index}].dtype")
     resolved = adapters.resolve(models.meta_model(model_path), spec.adapter, spec.model.path)

@@ -32,15 +32,8 @@ def _gemma4(config: dict[str, Any]) -> str | None:
     return None
 
 
-def _qwen3_next(config: dict[str, Any]) -> str | None:
-    if config.get("output_router_logits"):
-        return "its router loss (output_router_logits in config.json) is not summed over stages; set it to false"
-    return None
-
-
 _BY_CONFIG: dict[str, Callable[[dict[str, Any]], str | None]] = {
     "gemma4_text": _gemma4,
-    "qwen3_next": _qwen3_next,
 }
 
 

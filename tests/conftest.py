@@ -175,7 +175,13 @@ FAMILY_NAMES = [
     *("llama_tied", "llama31", "gemma4_experts", "deepseek_q", "falcon_40b", "falcon_alibi"),
 ]
 # Families with routed experts, which tests/test_router_loss.py is about, and what they call the router.
-ROUTERS = {"mixtral": "gate", "qwen2_moe": "gate", "qwen3_moe": "gate", "gpt_oss": "router"}
+ROUTERS = {
+    "mixtral": "gate",
+    "qwen2_moe": "gate",
+    "qwen3_moe": "gate",
+    "qwen3_next": "gate",
+    "gpt_oss": "router",
+}
 EXPERT_NAMES = list(ROUTERS)
 
 

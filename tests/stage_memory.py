@@ -1,14 +1,12 @@
 """A worker's process whose anonymous memory is watched while it loads a stage and takes two steps (Linux).
 
 `python stage_memory.py MODEL_FOLDER SPEC_JSON STAGE HEAP`: prints the peak in bytes over that of the process when it
-was warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `kept` for a worker as it
-is, or `returned`: large blocks then go back to the system at once, so that what is seen is what is held, and not what
-the C library's heap has lost between its blocks.
+was warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `plenty` for a machine
+that has more than enough memory left, so that a worker keeps what it frees, or `scarce` for one that has not.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import threading
@@ -24,8 +22,6 @@ from hetero.device import Device, resolve
 from hetero.schedule import policy_for
 from hetero.spec import RunSpec, StageSpec
 from hetero.stage import Stage, build_stage
-
-M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def anonymous_bytes() -> int:
@@ -111,9 +107,8 @@ def warm_up(spec: RunSpec) -> None:
 def main() -> None:
     folder, spec, index = Path(sys.argv[1]), RunSpec.from_json(sys.argv[2].encode()), int(sys.argv[3])
     torch.set_num_threads(1)
-    if sys.argv[4] == "returned":
-        Device.keep_freed_memory = lambda self: None  # type: ignore[method-assign]
-        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
+    left = {"plenty": 1 << 50, "scarce": 0}[sys.argv[4]]
+    Device.available_memory_bytes = lambda self: left  # type: ignore[method-assign]
     warm_up(spec)
     before, watch = anonymous_bytes(), Watch()
     with watch.on():

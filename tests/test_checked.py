@@ -212,3 +212,9 @@ def test_keys_of_the_configuration_are_named_as_the_user_writes_them(
     type_: type[Any], root: str, raw: dict[str, Any], message: str
 ) -> None:
     assert refusal(raw, type_, root).startswith(message)
+
+
+def test_key_that_users_of_peft_expect_is_refused_with_the_reason() -> None:
+    message = unknown_key("trainable_token_indices", ["target_modules"], "adapter")
+    assert message.startswith("adapter.trainable_token_indices is not a key: single rows of the embedding")
+    assert "modules_to_save" in message and "\n" not in message

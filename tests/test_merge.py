@@ -17,6 +17,7 @@ from adapter_matrix import CASES, NOT_MERGED, QV, Matrix, load_elsewhere, probe,
 from conftest import Tiny
 from pipeline import build_stages, make_spec
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hetero.adapter_files import CONFIG_FILE, PART_FOLDER, WEIGHTS_FILE, part_of_stage, read_adapter, save_adapter
 from hetero.checkpoint import CheckpointStore, Snapshot
@@ -122,6 +123,29 @@ def test_names_of_a_base_model_alone_are_found(tiny: Tiny, tmp_path: Path) -> No
     two = load_file(merge_full(source, tmp_path / "two", base=str(tiny("gpt2"))) / "model.safetensors")
     assert {f"transformer.{key}" for key in one} == set(two)
     assert all(torch.equal(value, two[f"transformer.{key}"]) for key, value in one.items())
+
+
+def test_head_that_files_call_otherwise_is_merged_under_that_name(tiny: Tiny, tmp_path: Path) -> None:
+    """Files of GPT-NeoX have `embed_out` where the model has `lm_head`."""
+    base = tmp_path / "base"
+    base.mkdir()
+    config = json.loads((tiny("gpt_neox") / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (base / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tiny("gpt_neox") / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    head = torch.randn(tensors["gpt_neox.embed_in.weight"].shape, generator=torch.Generator().manual_seed(1))
+    save_file(tensors | {"embed_out.weight": head}, base / "model.safetensors", {"format": "pt"})
+    an_adapter(base, tmp_path / "adapter", AdapterSpec(r=4, alpha=8, target_modules=["query_key_value", "lm_head"]))
+    out = merge_full(find_source(tmp_path / "adapter", None), tmp_path / "out", base=str(base))
+    merged = load_file(out / "model.safetensors")
+    assert merged.keys() == load_file(base / "model.safetensors").keys()
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.lm_head.lora_{side}.weight"] for side in "AB")
+    assert float((b @ a).abs().max()) > 0
+    assert torch.allclose(merged["embed_out.weight"], head + 2 * (b @ a), atol=1e-6)
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(model.lm_head.weight, merged["embed_out.weight"])
 
 
 _PEAK = """

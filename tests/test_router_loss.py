@@ -196,13 +196,15 @@ def test_dropout_and_recomputation_change_nothing_between_splits(tiny: Tiny, row
         ((), "none", "1f1b"),
         ((), "layer", "1f1b"),
         ((1, 4), "layer", "gpipe"),
+        ((1, 4), "stage", "1f1b"),
         ((1, 2, 3, 4, 5), "layer", "1f1b"),
     ):
         spec = make_spec(
             tiny(name), cuts, adapter=adapter, recompute=recompute, schedule=schedule, microbatch_size=2, router_loss=ON
         )
         stages = build_stages(spec, tiny(name))
-        assert all(stage.model.is_gradient_checkpointing == (recompute == "layer") for stage in stages)
+        by_layers = [recompute == "layer" or (recompute == "stage" and stage.is_last) for stage in stages]
+        assert [stage.model.is_gradient_checkpointing for stage in stages] == by_layers
         outcomes.append(run_stages(spec, stages, steps, initial=initial_of(stages)))
         assert same_bits(outcomes[-1], outcomes[0]), (cuts, recompute)
 
@@ -422,3 +424,34 @@ def test_three_processes_log_the_routers_part_and_equal_one(
     expected = whole(tiny("mixtral"), micro_batches, {"r": 8, "target_modules": ATTENTION}, None, ours=False)
     assert one[0]["router_loss"] == pytest.approx(expected.router_loss, abs=1e-6)  # B is 0 before the first step
     assert one[0]["loss"] == pytest.approx(expected.loss, abs=1e-5)
+
+
+# ---- LoRA on a router
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_next"])
+def test_lora_on_a_router_is_that_of_one_process(tiny: Tiny, rows: list[Example], name: str) -> None:
+    """A router holds its weight itself, as experts do: it is a target by `target_parameters`, no linear module."""
+    parameters = ["mlp.gate.weight"]
+    adapter = AdapterSpec(r=4, alpha=8, target_modules=["q_proj"], target_parameters=parameters)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "target_parameters": parameters}
+    micro_batches = cut(rows[:5], 2, "right")
+    expected, initial = None, None
+    for cuts in ((), (1, 4)):
+        spec = make_spec(tiny(name), cuts, adapter=adapter, router_loss=ON)
+        stages = build_stages(spec, tiny(name))
+        initial = initial or initial_of(stages)
+        expected = expected or whole(tiny(name), micro_batches, lora, initial, ours=True)
+        assert any(".gate.lora_A" in key and float(grad.norm()) > 0 for key, grad in expected.grads.items())
+        outcome, router_loss = run_once(with_microbatch(spec, 2, "1f1b"), stages, micro_batches, initial)
+        assert outcome.losses == [expected.loss] and router_loss == expected.router_loss, cuts
+        assert outcome.grads[0].keys() == expected.grads.keys()
+        assert all(torch.equal(outcome.grads[0][key], grad) for key, grad in expected.grads.items()), cuts
+
+
+@pytest.mark.parametrize("name", EXPERT_NAMES)
+def test_router_as_a_target_module_is_refused(tiny: Tiny, name: str) -> None:
+    adapter = AdapterSpec(r=4, alpha=8, target_modules=["q_proj", ROUTERS[name]])
+    with pytest.raises(ConfigError, match=r"adapter\.target_modules") as refused:
+        build_stages(make_spec(tiny(name), (3,), adapter=adapter), tiny(name))
+    assert "\n" not in str(refused.value) and ROUTERS[name] in str(refused.value)

@@ -63,6 +63,10 @@ def state_frames(tensors: dict[str, torch.Tensor]) -> list[tuple[State, list[mem
     return frames
 
 
+# What a pool of receive buffers may hold unused.
+MAX_KEPT_BYTES = 1 << 28
+
+
 class BufferPool:
     """Receive buffers, 64-byte aligned, that return here by themselves once no tensor uses them.
 
@@ -72,7 +76,7 @@ class BufferPool:
         max_kept_bytes: how much may lie here unused.
     """
 
-    def __init__(self, max_kept_bytes: int = 1 << 28) -> None:
+    def __init__(self, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_kept_bytes = max_kept_bytes
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._kept_bytes = 0
