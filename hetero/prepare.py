@@ -55,7 +55,9 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    return Prepared(model_path, data_set, 0 if pad_id is None else pad_id, adapter, initial, prompts, tokenizer)
+    if pad_id is None or pad_id >= resolved.facts.vocab_size:  # any token will do, if it has an embedding
+        pad_id = 0
+    return Prepared(model_path, data_set, pad_id, adapter, initial, prompts, tokenizer)
 
 
 def _data_set(resolved: ResolvedRun, tokenizer: Any | None) -> data.DataSet:
