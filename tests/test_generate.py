@@ -200,7 +200,7 @@ def test_what_cannot_be_generated_is_one_line(tmp_path: Path, args: list[str], s
     assert "Traceback" not in outcome.text
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 def test_ctrl_c_in_the_middle_ends_it_and_leaves_the_worker_for_the_next_run(tmp_path: Path) -> None:
     with worker(tmp_path / "workers") as there:
         given = ["train", "task=generate", 'prompts=["def f("]', "generation.max_new_tokens=500"]
