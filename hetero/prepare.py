@@ -59,7 +59,8 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         log.warning("%s", note)
     initial = read_adapter(Path(config.adapter.init_from).expanduser(), adapter) if config.adapter.init_from else {}
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    pad_id = 0 if pad_id is None else pad_id
+    if pad_id is None or pad_id >= resolved.facts.vocab_size:  # any token will do, if it has an embedding
+        pad_id = 0
     memory = _memory_at_rest(resolved, whole)
     return Prepared(model_path, data_set, evaluated, pad_id, adapter, initial, prompts, tokenizer, memory)
 

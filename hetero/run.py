@@ -316,7 +316,7 @@ class Run:
                 tokenizer=prepared.tokenizer,
                 settings=config.generation,
                 end_ids=end_tokens(prepared.model_path),
-                pad_id=prepared.pad_id if prepared.pad_id < self.spec.vocab_size else 0,  # what it is, nobody sees
+                pad_id=prepared.pad_id,
                 max_positions=self.resolved.facts.max_position_embeddings,
                 on_text=view.on_text,
                 stop=self.stop,
