@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import resource
 import sys
 import threading
@@ -76,6 +77,10 @@ class Device:
         """Memory that this device has."""
         return int(psutil.virtual_memory().total)
 
+    def description(self) -> str:
+        """What it is, for people."""
+        return f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False) or 1} cores"
+
     def keep_freed_memory(self) -> None:
         """Lets this process keep what it frees for its next tensors, where its C library is GNU's.
 
@@ -140,6 +145,10 @@ class CudaDevice(Device):
     def total_memory_bytes(self) -> int:
         """Memory of the card."""
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def description(self) -> str:
+        """The card's name."""
+        return str(torch.cuda.get_device_name(self.torch_device))
 
     def keep_freed_memory(self) -> None:
         """torch's allocator does so on the card."""

@@ -17,14 +17,21 @@ from hetero.transport.link import Closed, Received
 from hetero.wire.flow import LinkFlow, pack_shapes
 from hetero.wire.frames import Frame, FrameReader, encode
 from hetero.wire.headers import (
+    About,
     Apply,
     Control,
+    Draw,
+    Echo,
     Fault,
     FrameType,
     Gather,
     Header,
     Heartbeat,
     Hello,
+    Load,
+    Measure,
+    Measured,
+    Rate,
     Ready,
     Reason,
     Reject,
@@ -61,6 +68,17 @@ EXAMPLES: dict[FrameType, tuple[Header, bytes]] = {
     FrameType.STOP: (Reason("done"), b""),
     FrameType.ERROR: (Fault("it broke", step=3), b""),
     FrameType.CONTROL: (Control({"command": "ping", "deep": [{"a": [1, 2.5, None]}]}, {"step": 100}), b""),
+    FrameType.ECHO: (Echo(3), b""),
+    FrameType.LOAD: (Load(4), bytes(100)),
+    FrameType.LOADED: (Load(4), b""),
+    FrameType.DRAW: (Draw(1 << 20), b""),
+    FrameType.RATE: (Rate(1 << 20, 0.5), b""),
+    FrameType.ABOUT: (
+        About(False, "cpu", "a CPU", 1 << 34, "Linux", "eth0", "Ethernet", 1000, "192.0.2.2", "192.0.2.1", False),
+        b"",
+    ),
+    FrameType.MEASURE: (Measure("192.0.2.3", 9999), b""),
+    FrameType.MEASURED: (Measured(latency_s=0.001, forward=1e8, backward=2e8), b""),
 }
 
 
