@@ -127,8 +127,8 @@ def _with_split(setup: SetUp, split: str, ask: Ask | None) -> tuple[SetUp, Resol
     facts = read_facts(store.find_config(path, revision=raw["revision"], shapes_dir=SHAPES_DIR)[0])
     if split == "memory":
         setup = _with_memory(setup, ask)
-    machines = [setup.coordinator, *setup.workers]
-    points = cut_points(split, facts, [machine.memory_gb or 0.0 for machine in machines])
+    memory_gb = [setup.coordinator.memory_gb, *(worker.memory_gb for worker in setup.workers)]
+    points = cut_points(split, facts, [known or 0.0 for known in memory_gb])
     setup = replace(
         setup,
         nf4=(setup.quantization or raw["quantization"]) == "nf4",

@@ -288,7 +288,7 @@ def _plain_step(folder: Path, device: Device, dtype: str, trained: dict[str, tor
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     grads = {key: value.grad.detach().to("cpu", torch.float32) for key, value in own.items()}
-    return _Outcome(float(loss), grads)
+    return _Outcome(float(loss.detach()), grads)
 
 
 def _recomputed(folder: Path, device: Device) -> tuple[bool, dict[str, float]]:
