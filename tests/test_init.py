@@ -80,7 +80,7 @@ def test_4bit_model_brings_its_adapter_and_a_folder_its_path(
     assert set_up(tmp_path, *TWO[:2], "--model", "llama8b_4bit", "--split", "even") == 0
     run = composed(["hardware=mine", "shard_plan=mine"], [tmp_path])
     assert run["model"]["quantization"] == "nf4" and run["adapter"]["r"] == 16
-    folder = tmp_path / "my model"
+    folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text((CONF_DIR / "shapes" / "Qwen--Qwen3-14B.json").read_text())
     assert set_up(tmp_path, *TWO[:2], "--model", str(folder), "--split", "20", name="other") == 0
