@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import netns
 import pytest
-from netns import Machine
-from processes import Outcome
 from threads import hardware_of, worker_threads
 
 from hetero import doctor, doctor_checks, self_test, versions
@@ -133,92 +130,6 @@ def test_self_test_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     folder = self_test.make_tiny()
     assert not self_test._split(folder, device, "float32")[0]
     assert not self_test._gradient(folder, device)[0]
-
-
-# ---- two machines
-
-apart = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
-
-
-def pair(first: Machine, *others: Machine) -> None:
-    code = re.search(r"^ {4}([A-Z2-7-]+)$", first.run("python", "-m", "hetero.pair").text, re.MULTILINE)
-    assert code
-    for other in others:
-        assert other.run("python", "-m", "hetero.pair", "join", "--new", typed=code[1] + "\n").code == 0
-
-
-def doctor_on(machine: Machine, *workers: Machine, args: tuple[str, ...] = ()) -> tuple[Outcome, dict[str, Any]]:
-    listed = ", ".join(f"{{id: {m.name}, host: {m.host}, port: 9999}}" for m in workers)
-    overrides = ["hardware.launch=none", f"hardware.workers=[{listed}]", *args]
-    outcome = machine.run("python", "-m", "hetero.doctor", "--json", *overrides)
-    return outcome, json.loads(outcome.text[outcome.text.index("{\n") :])
-
-
-@apart
-@pytest.mark.by_hand
-def test_doctor_on_three_machines(tmp_path: Path) -> None:
-    with netns.lan(tmp_path, "a", "b", "c") as (a, b, c):
-        outcome, found = doctor_on(a, b)
-        assert outcome.code == 1 and finding(found, "local", "group")["state"] == "fail"
-        assert finding(found, "b", "reach")["found"].startswith("nothing listens")
-        pair(a, b, c)
-        listening = r"listening on .*\n"
-        with b.started("python", "worker.py", f"outputs={b.outputs}", f"worker.host={b.host}") as on_b:
-            on_b.wait_for(listening)
-            with c.started("python", "worker.py", f"outputs={c.outputs}", f"worker.host={c.host}") as on_c:
-                on_c.wait_for(listening)
-                outcome, found = doctor_on(a, b, c)
-                assert outcome.code == 0, outcome.text
-                assert finding(found, "b", "network")["found"].startswith("Ethernet (eth0")
-                assert [(line["sender"], line["receiver"]) for line in found["lines"]] == [("local", "b"), ("b", "c")]
-
-                b.shape("20mbit")
-                outcome, found = doctor_on(a, b, c)
-                there, between = found["lines"]
-                for slow in (there["backward"], between["forward"]):  # what leaves b
-                    assert 15e6 / 8 < slow < 24e6 / 8
-                assert min(there["forward"], between["backward"]) > 50e6 / 8
-                assert outcome.code == 0 and finding(found, "local - b", "line")["state"] == "note"
-
-                c.drop(f"ip saddr {b.host}")
-                outcome, found = doctor_on(a, b, c)
-                between_row = finding(found, "b - c", "line")
-                assert outcome.code == 1 and "topology=star" in between_row["remedy"], between_row
-                assert finding(found, "c", "reach")["state"] == "ok"
-                c.undrop()
-
-                c.drop(f"ip saddr {a.host}")
-                outcome, found = doctor_on(a, b, c)
-                assert outcome.code == 1 and "firewall" in finding(found, "c", "reach")["remedy"]
-                c.undrop()
-
-                training = ["hardware.launch=none", f"hardware.workers=[{{id: c, host: {c.host}}}]"]
-                with a.started(
-                    "python", "train.py", f"outputs={a.outputs}", *training, "loop.steps=100000", "data.max_length=32"
-                ):
-                    on_c.wait_for(r"layers \[")
-                    outcome, found = doctor_on(a, b, c)
-                    assert outcome.code == 0 and "busy" in finding(found, "c", "reach")["found"], outcome.text
-                    assert finding(found, "b - c", "line")["state"] == "not run"
-            assert a.run("python", "-m", "hetero.pair", "--new").code == 0
-            outcome, found = doctor_on(a, b)
-            other = finding(found, "b", "reach")
-            assert outcome.code == 1 and other["found"].startswith("a worker of another group"), other
-
-
-@apart
-@pytest.mark.by_hand
-def test_worker_of_an_older_version_is_named(tmp_path: Path) -> None:
-    with netns.lan(tmp_path, "a", "b") as (a, b):
-        pair(a, b)
-        older = (
-            "import sys, hetero, hetero.versions; hetero.__version__ = hetero.versions.__version__ = '0.0.9'; "
-            f"sys.argv[1:] = ['outputs={b.outputs}', 'worker.host={b.host}']; import worker; worker.main()"
-        )
-        with b.started("python", "-c", older) as on_b:
-            on_b.wait_for(r"listening on .*\n")
-            outcome, found = doctor_on(a, b)
-            assert outcome.code == 1 and "git pull" in finding(found, "b", "versions")["remedy"], found
 
 
 def test_findings_of_other_machines_cannot_carry_terminal_codes() -> None:

@@ -20,7 +20,10 @@ from hetero.transport.identity import identity_of
 from hetero.transport.listening import listen
 from hetero.transport.tcp import TcpTransport
 
-pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not())),
+]
 
 
 @contextlib.contextmanager
