@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,25 @@ def _job_of_sweep(config_name: str, *, dry_run: bool) -> Iterator[None]:
 
 def _exit_code(exc: Exception) -> int:
     return 2 if isinstance(exc, ConfigError) else 1
+
+
+def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """The configuration that `train.py` would get from these arguments, for commands that are no runs.
+
+    Args:
+        overrides: as on train.py's command line.
+        config_dirs: further folders with groups of their own, as train.py's --config-dir.
+
+    Raises:
+        ConfigError: they cannot be composed.
+    """
+    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    further = [f"file://{folder.resolve()}" for folder in config_dirs]
+    try:
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return _plain(hydra.compose("config", [*overrides, f"hydra.searchpath={further}"]))
+    except (HydraException, OmegaConfBaseException) as exc:
+        raise ConfigError(explain(exc)) from None
 
 
 def _sweep_first(arguments: list[str]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import resource
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 from hetero import host_memory
@@ -85,6 +87,10 @@ class Device:
     def available_memory_bytes(self) -> int:
         """Memory of this device that is left."""
         return host_memory.available_bytes()
+
+    def description(self) -> str:
+        """What it is, for people."""
+        return f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False) or 1} cores"
 
     def begin_training(self, *, four_bit: bool) -> None:
         """A stage is about to be built here.
@@ -164,6 +170,10 @@ class CudaDevice(Device):
     def available_memory_bytes(self) -> int:
         """Memory of the card that nobody holds."""
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def description(self) -> str:
+        """The card's name."""
+        return str(torch.cuda.get_device_name(self.torch_device))
 
     def begin_training(self, *, four_bit: bool) -> None:
         """torch's allocator keeps what is freed on the card."""

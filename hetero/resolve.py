@@ -168,7 +168,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
         _check_for_training(config)
         if config.data.packing and config.task != "generate":
             _check_packing(config, family, router_loss_of(config.model.router_aux_loss, experts) is not None)
-        _check_hosts(config)
+        check_hosts(config)
     is_path = folder is not None and Path(config.model.path).expanduser().is_dir()
     return ResolvedRun(
         config=for_task(config),
@@ -277,7 +277,12 @@ def _check_packing(config: Config, family: Family, with_router_loss: bool) -> No
         )
 
 
-def _check_hosts(config: Config) -> None:
+def check_hosts(config: Config) -> None:
+    """Refuses the sample host names of the files in conf/hardware.
+
+    Raises:
+        ConfigError: one is left.
+    """
     for index, worker in enumerate(config.hardware.workers):
         if worker.host.endswith(".example"):
             raise ConfigError(

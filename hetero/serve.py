@@ -16,6 +16,7 @@ from hetero.control import Membership, Peer, judge_hello
 from hetero.errors import ConfigError, HeteroError, PeerError
 from hetero.inbox import Inbox
 from hetero.neighbours import flow_at_boundary, named
+from hetero.probes import Probes
 from hetero.spec import RunSpec
 from hetero.stopping import signals_ask
 from hetero.transport.identity import Identity
@@ -51,6 +52,7 @@ class WorkerServer:
         make_transport: the transport of a run, from its spec.
         identity: of this process; whoever has another gets no further than the handshake.
         commands: functions for messages that coordinators send.
+        device: what a probe is told of; see `Probes`.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class WorkerServer:
         make_transport: Callable[[RunSpec], TcpTransport],
         identity: Identity,
         commands: CommandTable | None = None,
+        device: str = "auto",
     ) -> None:
         self._listener, self._make_transport = listener, make_transport
         self._commands = commands or CommandTable()
@@ -68,6 +71,7 @@ class WorkerServer:
         self._current: WorkerSession | None = None
         self._waiting: set[Link] = set()
         self._default = TcpTransport(identity=identity)
+        self._probes = Probes(identity, self._instance, device, lambda: self._current is not None)
         self._stopping = self._asked_stop = False
         self._strangers = 0
         self._said_at = -math.inf
@@ -96,6 +100,7 @@ class WorkerServer:
             self._listener.close()
             with self._lock:
                 leftover, session = [*self._waiting], self._current
+            self._probes.end("this worker was ended")
             for link in leftover:
                 link.close(flush=False)
             if session is not None:
@@ -178,6 +183,8 @@ class WorkerServer:
         """Everything that comes before a connection has a place in a session."""
         with self._lock:
             link = event.link
+            if self._probes.takes(event):
+                return
             if isinstance(event, Closed):
                 if link in self._waiting:
                     self._waiting.discard(link)
@@ -193,6 +200,9 @@ class WorkerServer:
             if not isinstance(hello, Hello):
                 self._tell_of_stranger(link.name, PeerError(f"sent {event.frame.type.name} first"))
                 link.close(flush=False)
+                return
+            if hello.purpose == "probe":
+                self._probes.admit(link)
                 return
             try:
                 rejection = self._admit(link, hello, event.frame.payload)
@@ -244,6 +254,7 @@ class WorkerServer:
         )
         link.set_silence(session.transport.io_timeout_s)
         self._current = session
+        self._probes.end("a run began on this worker")
         self._sessions.put(session)
         return None
 

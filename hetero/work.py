@@ -64,7 +64,7 @@ def serve(
     def work(session: WorkerSession) -> None:
         work_on(session, builder, outputs / f"worker-{port}")
 
-    server = WorkerServer(listening.sock, make_transport, identity)
+    server = WorkerServer(listening.sock, make_transport, identity, device=worker.device)
     log.info("listening on %s (Ctrl-C ends)", show_address(host, port))
     if announce is None:
         _say_how_to_reach(host, port, listening.paired)

@@ -18,9 +18,12 @@ from hetero.wire.flow import LinkFlow, pack_shapes
 from hetero.wire.frames import Frame, FrameReader, encode
 from hetero.wire.generation_flow import GenerationFlow, pack_prompts
 from hetero.wire.headers import (
+    About,
     Apply,
     Chosen,
     Control,
+    Draw,
+    Echo,
     Ended,
     Fault,
     FrameType,
@@ -29,7 +32,11 @@ from hetero.wire.headers import (
     Heartbeat,
     Hello,
     Hidden,
+    Load,
+    Measure,
+    Measured,
     Prompt,
+    Rate,
     Ready,
     Reason,
     Reject,
@@ -71,6 +78,17 @@ EXAMPLES: dict[FrameType, tuple[Header, bytes]] = {
     FrameType.HIDDEN: (Hidden(0, 0, HIDDEN), bytes(96)),
     FrameType.ENDED: (Ended(0), b""),
     FrameType.CHOSEN: (Chosen(0, 0), bytes(16)),
+    FrameType.ECHO: (Echo(3), b""),
+    FrameType.LOAD: (Load(4), bytes(100)),
+    FrameType.LOADED: (Load(4), b""),
+    FrameType.DRAW: (Draw(1 << 20), b""),
+    FrameType.RATE: (Rate(1 << 20, 0.5), b""),
+    FrameType.ABOUT: (
+        About(False, "cpu", "a CPU", 1 << 34, "Linux", "eth0", "Ethernet", 1000, "192.0.2.2", "192.0.2.1", False),
+        b"",
+    ),
+    FrameType.MEASURE: (Measure("192.0.2.3", 9999), b""),
+    FrameType.MEASURED: (Measured(latency_s=0.001, forward=1e8, backward=2e8), b""),
 }
 
 

@@ -19,6 +19,8 @@ ALLOWED = {
     ("control", LISTENER): {T.SYNCED, T.STATE, T.READY, T.CHOSEN, T.STOP, T.CONTROL, T.HEARTBEAT, T.ERROR},
     ("link", DIALLER): {T.STEP, T.FORWARD, T.PROMPT, T.HIDDEN, T.ENDED, T.HEARTBEAT, T.ERROR},
     ("link", LISTENER): {T.BACKWARD, T.HEARTBEAT, T.ERROR},
+    ("probe", DIALLER): {T.ECHO, T.LOAD, T.LOADED, T.DRAW, T.MEASURE, T.HEARTBEAT, T.ERROR},
+    ("probe", LISTENER): {T.ECHO, T.LOAD, T.LOADED, T.RATE, T.ABOUT, T.MEASURED, T.HEARTBEAT, T.ERROR},
 }
 SIDES = list(ALLOWED)
 EVERY_CASE = [(purpose, sender, type_) for purpose, sender in SIDES for type_ in FrameType]

@@ -56,6 +56,9 @@ class Link(Protocol):
     def close(self, *, flush: bool = True) -> None:
         """Ends the connection, after what is queued was sent where `flush`; returns at once."""
 
+    def ends(self) -> tuple[str, str]:
+        """Addresses of this end and of the other one; empty where the connection is closed or has none."""
+
     def join(self, timeout_s: float) -> None:
         """Waits until the connection is really closed."""
 

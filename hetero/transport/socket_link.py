@@ -119,6 +119,14 @@ class SocketLink:
                 self._close_sockets()
         self._wake()
 
+    def ends(self) -> tuple[str, str]:
+        """Addresses of this end and of the other one; empty where the connection is closed or has none."""
+        try:
+            own, other = self._socket.getsockname(), self._socket.getpeername()
+        except OSError:
+            return "", ""
+        return (str(own[0]), str(other[0])) if isinstance(own, tuple) else ("", "")
+
     def join(self, timeout_s: float) -> None:
         """Waits until the connection is really closed."""
         if self._thread.is_alive() and self._thread is not threading.current_thread():

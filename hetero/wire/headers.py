@@ -12,6 +12,8 @@ MAX_HEADER_BYTES = 16 * 1024
 MAX_TENSORS = 16
 STATE_CHUNK_BYTES = 1 << 20
 MAX_PROMPTS = 4096  # of a batch
+LOAD_BYTES = 1 << 17
+MAX_DRAW_BYTES = 1 << 27
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -58,6 +60,14 @@ class FrameType(enum.IntEnum):
     HIDDEN = 31
     ENDED = 32
     CHOSEN = 33
+    ECHO = 40
+    LOAD = 41
+    LOADED = 42
+    DRAW = 43
+    RATE = 44
+    ABOUT = 45
+    MEASURE = 46
+    MEASURED = 47
 
 
 class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,10 +93,10 @@ class Hello(Header, frozen=True, forbid_unknown_fields=True):
     """First frame of whoever dialled; on a control its payload is the spec's JSON.
 
     A `link` comes from the stage before (or from the coordinator in its place), a `relay` from the coordinator in place
-    of the stage after.
+    of the stage after. A `probe` is of no run: it asks about the machine and tests the line to it.
     """
 
-    purpose: Literal["control", "link", "relay"]
+    purpose: Literal["control", "link", "relay", "probe"]
     run_id: Identifier
     epoch: Count
     stage: Count
@@ -288,6 +298,72 @@ class Control(Header, frozen=True, forbid_unknown_fields=True):
     metadata: dict[str, Any]
 
 
+class Echo(Header, frozen=True, forbid_unknown_fields=True):
+    """A probe's question that comes back as it is."""
+
+    sequence: Count
+
+
+class Load(Header, frozen=True, forbid_unknown_fields=True):
+    """A probe's load: its payload says nothing, and LOADED with the same number answers it."""
+
+    sequence: Count
+
+
+class Draw(Header, frozen=True, forbid_unknown_fields=True):
+    """Send load to me now, so many bytes at most; RATE follows the last of it."""
+
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_DRAW_BYTES)]
+
+
+class Rate(Header, frozen=True, forbid_unknown_fields=True):
+    """How much load got through in how long."""
+
+    num_bytes: Count
+    seconds: Annotated[float, Meta(ge=0, lt=3600)]
+
+
+class About(Header, frozen=True, forbid_unknown_fields=True):
+    """A machine as its worker sees it, and the line to whoever asks.
+
+    `card` is the network card of this connection, `kind` what it is; `own_host` is the address of this end, `seen_host`
+    that of the other end as seen from here: where they are not what the other side says, something between translates.
+    """
+
+    busy: bool
+    device: Key
+    device_name: Key
+    memory_bytes: Count
+    system: Key
+    card: Key
+    kind: Key
+    speed_mbit: Count
+    own_host: Key
+    seen_host: Key
+    behind_nat: bool
+
+
+class Measure(Header, frozen=True, forbid_unknown_fields=True):
+    """Test the line from you to that worker of our group."""
+
+    host: Key
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Measured(Header, frozen=True, forbid_unknown_fields=True):
+    """A line's figures: round trip, and bytes a second to the worker that was dialled and back; or why there are none.
+
+    `card` and `kind` are of the dialler's end.
+    """
+
+    error: Text = ""
+    latency_s: Annotated[float, Meta(ge=0, lt=3600)] = 0.0
+    forward: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
+    backward: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
+    card: Key = ""
+    kind: Key = ""
+
+
 HEADERS: dict[FrameType, type[Header]] = {
     FrameType.HELLO: Hello,
     FrameType.WELCOME: Welcome,
@@ -310,6 +386,14 @@ HEADERS: dict[FrameType, type[Header]] = {
     FrameType.HIDDEN: Hidden,
     FrameType.ENDED: Ended,
     FrameType.CHOSEN: Chosen,
+    FrameType.ECHO: Echo,
+    FrameType.LOAD: Load,
+    FrameType.LOADED: Load,
+    FrameType.DRAW: Draw,
+    FrameType.RATE: Rate,
+    FrameType.ABOUT: About,
+    FrameType.MEASURE: Measure,
+    FrameType.MEASURED: Measured,
 }
 
 # Payload limits by type; tensor frames are limited by transport.max_frame_bytes and by what the plan implies.
@@ -321,6 +405,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = dict.fromkeys(FrameType, 0) | {
     FrameType.STATE: STATE_CHUNK_BYTES,
     FrameType.PROMPT: 2 * 4 * MAX_PROMPTS,
     FrameType.CHOSEN: 8 * MAX_PROMPTS,
+    FrameType.LOAD: LOAD_BYTES,
 }
 for _tensor_frame in (FrameType.FORWARD, FrameType.BACKWARD, FrameType.HIDDEN):
     del MAX_PAYLOAD_BYTES[_tensor_frame]

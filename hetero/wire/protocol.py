@@ -28,6 +28,8 @@ _MAY_SEND = {
     ("link", False): _ALWAYS | {_T.BACKWARD},
     ("relay", True): _ALWAYS | {_T.BACKWARD},
     ("relay", False): _ALWAYS | _DOWNSTREAM,
+    ("probe", True): _ALWAYS | {_T.ECHO, _T.LOAD, _T.LOADED, _T.DRAW, _T.MEASURE},
+    ("probe", False): _ALWAYS | {_T.ECHO, _T.LOAD, _T.LOADED, _T.RATE, _T.ABOUT, _T.MEASURED},
 }
 _OPENING = {True: {_T.HELLO, _T.ERROR}, False: {_T.WELCOME, _T.REJECT, _T.ERROR}}
 

@@ -37,7 +37,10 @@ with contextlib.nullcontext() if atheris is None else atheris.instrument_imports
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_GROWTH_BYTES = 1 << 20
 SETTINGS = [
-    (purpose, dialler, opened) for purpose in ("control", "link", "relay") for dialler in (0, 1) for opened in (0, 1)
+    (purpose, dialler, opened)
+    for purpose in ("control", "link", "relay", "probe")
+    for dialler in (0, 1)
+    for opened in (0, 1)
 ]
 
 
@@ -57,7 +60,7 @@ def connection(setting: int) -> Connection:
     else:
         feed(made, raw_frame(FrameType.HELLO, hello, b""))
         made.send(FrameType.WELCOME, EXAMPLES[FrameType.WELCOME][0])
-    if purpose != "control":
+    if purpose in ("link", "relay"):
         made.flow = make_flow()
         if (purpose == "link") == bool(dialler):  # this side sends forward: something may come back
             header, payload = EXAMPLES[FrameType.STEP]
