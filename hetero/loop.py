@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -24,6 +25,7 @@ from hetero.session import CoordinatorSession
 from hetero.spec import DataSpec, RunSpec
 from hetero.stopping import Stop
 from hetero.timeline import Timeline, timeline_of_spans
+from hetero.transport.clock import Offset
 from hetero.wire.headers import Ready
 from hetero.wire.spans import MAX_SPANS, WorkSpan, unpack_spans
 
@@ -52,7 +54,8 @@ class Training:
         shapes: stage -> global key -> shape of what trains there.
         pace: knows how fast each stage usually is.
         evaluation: on which rows, if there are any.
-        on_timeline: gets each step's start (`time.perf_counter`) and timeline, before `on_step` gets its record.
+        on_timeline: gets each step's start (`time.perf_counter`), its number and what makes its timeline, which most
+            steps are not asked for, before `on_step` gets its record.
     """
 
     spec: RunSpec
@@ -68,7 +71,7 @@ class Training:
     shapes: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     evaluation: Evaluation | None = None
-    on_timeline: Callable[[float, Timeline], None] = lambda began_s, timeline: None
+    on_timeline: Callable[[float, int, Callable[[], Timeline]], None] = lambda began_s, step, timeline: None
 
 
 def train(training: Training) -> None:
@@ -134,7 +137,9 @@ def run_step(training: Training, step: int) -> dict[str, Any]:
     elapsed = time.perf_counter() - started
     _tell_slow(training, step, readies, sum(rows * length for rows, length in shapes))
     spans = {0: work.spans[:MAX_SPANS]} | _other_spans(training.session, others, len(shapes))
-    training.on_timeline(started, _timeline(training, step, readies, spans, started, elapsed))
+    clocks = {stage: training.session.clock(stage) for stage in spans if stage}
+    timeline = functools.partial(_timeline, training.spec, step, readies, spans, clocks, started, elapsed)
+    training.on_timeline(started, step, functools.cache(timeline))
     return {
         "step": step,
         "loss": readies[len(readies) - 1].loss,
@@ -195,20 +200,21 @@ def _other_spans(
 
 
 def _timeline(
-    training: Training,
+    spec: RunSpec,
     step: int,
     readies: dict[int, Ready],
     spans: dict[int, list[WorkSpan]],
+    clocks: dict[int, Offset | None],
     began_s: float,
     duration_s: float,
 ) -> Timeline:
     """The step on the coordinator's clock; a stage whose clock is not known, or cannot be right, is left out."""
-    ids = [stage.id for stage in training.spec.stages]
+    ids = [stage.id for stage in spec.stages]
     offsets, errors, notes = {0: 0.0}, [0.0], []
     for stage, own in spans.items():
         if readies[stage].spans_left_out:
             notes.append(f"{readies[stage].spans_left_out} spans of {ids[stage]} are left out: too many micro-batches")
-        clock = training.session.clock(stage) if stage else None
+        clock = clocks.get(stage)
         if clock is None:
             if stage:
                 notes.append(f"{ids[stage]} is left out: its clock is not known yet")

@@ -69,7 +69,7 @@ class RunResult:
         task: what it was to do.
         evaluations: one for each evaluation, as in eval.jsonl.
         best: the step that checkpoint.keep_best has kept, whose adapter is in `best_dir`.
-        timeline: of the last step; None where there is none yet.
+        last_timeline: makes that of the last step; None before there is one.
         samples: answers to the run's prompts.
         samples_path: where they are kept; None before there are any.
     """
@@ -82,9 +82,14 @@ class RunResult:
     task: str = "train"
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: Best | None = None
-    timeline: Timeline | None = None
+    last_timeline: Callable[[], Timeline] | None = None
     samples: list[Sample] = field(default_factory=list)
     samples_path: Path | None = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the last step; None where there is none yet."""
+        return None if self.last_timeline is None else self.last_timeline()
 
     @property
     def best_dir(self) -> Path:
@@ -258,9 +263,9 @@ class Run:
             if (state := self.saver.own_part(member)) is not None:
                 self._keep_own_part(record["step"], state)
 
-        def on_timeline(began_s: float, timeline: Timeline) -> None:
-            self.result.timeline = timeline
-            self._tracing.add(began_s, timeline)
+        def on_timeline(began_s: float, step: int, timeline: Callable[[], Timeline]) -> None:
+            self.result.last_timeline = timeline
+            self._tracing.add(began_s, step, timeline)
 
         self.doing("training")
         train = registry.build("loop", spec.loop.target, config.allow_targets)

@@ -22,6 +22,7 @@ def facts_of(run: Run, resolved: ResolvedRun) -> Callable[[], Facts]:
 
     def facts() -> Facts:
         result = run.result
+        timeline = result.timeline
         spec, digest = result.spec, result.spec.digest()
         if digest not in known:
             known[digest] = _memory_of(spec, resolved, names)
@@ -30,7 +31,7 @@ def facts_of(run: Run, resolved: ResolvedRun) -> Callable[[], Facts]:
             stages=msgspec.to_builtins(spec.stages),
             memory_bytes=known[digest],
             stopped=result.stopped,
-            timeline_svg=None if result.timeline is None else gantt_svg(result.timeline),
+            timeline_svg=None if timeline is None else gantt_svg(timeline),
         )
 
     return facts

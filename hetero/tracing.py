@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from hetero import folders
 from hetero.errors import ConfigError
@@ -17,6 +19,14 @@ from hetero.trace import trace_json
 log = logging.getLogger(__name__)
 
 
+class Kept(NamedTuple):
+    """A step that will be drawn."""
+
+    began_s: float
+    step: int
+    timeline: Callable[[], Timeline]
+
+
 class Tracing:
     """The steps that a run's trace will hold.
 
@@ -26,17 +36,17 @@ class Tracing:
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._first: list[tuple[float, Timeline]] = []
-        self._last: deque[tuple[float, Timeline]] = deque(maxlen=num_steps)
+        self._first: list[Kept] = []
+        self._last: deque[Kept] = deque(maxlen=num_steps)
 
-    def add(self, began_s: float, timeline: Timeline) -> None:
-        """A step is done that began at `began_s` of `time.perf_counter`."""
-        (self._first if len(self._first) < self._num_steps else self._last).append((began_s, timeline))
+    def add(self, began_s: float, step: int, timeline: Callable[[], Timeline]) -> None:
+        """A step is done that began at `began_s` of `time.perf_counter`; its timeline is made when it is wanted."""
+        (self._first if len(self._first) < self._num_steps else self._last).append(Kept(began_s, step, timeline))
 
     def rewind(self, step: int) -> None:
         """Steps after this one will be taken again, after a fault."""
-        self._first = [kept for kept in self._first if (kept[1].step or 0) <= step]
-        self._last = deque((kept for kept in self._last if (kept[1].step or 0) <= step), maxlen=self._num_steps)
+        self._first = [kept for kept in self._first if kept.step <= step]
+        self._last = deque((kept for kept in self._last if kept.step <= step), maxlen=self._num_steps)
 
     def write(self, run_dir: Path, spec: RunSpec) -> None:
         """Writes trace.json, timeline.svg (the last step) and timeline-simulated.svg, where a step was kept.
@@ -49,9 +59,10 @@ class Tracing:
             log.warning("no trace of this run: %s", exc)
 
     def _write(self, run_dir: Path, spec: RunSpec) -> None:
-        steps = [*self._first, *self._last]
-        if not steps:
+        kept = [*self._first, *self._last]
+        if not kept:
             return
+        steps = [(each.began_s, each.timeline()) for each in kept]
         plan = tuple(stage.id for stage in spec.stages)
         # Another plan has other rows: after a machine has left the run only the steps without it fit together.
         steps = [(began - steps[0][0], timeline) for began, timeline in steps if timeline.stages == plan]
