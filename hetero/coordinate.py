@@ -32,9 +32,10 @@ from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
 from hetero.resume_settings import about_of, settings_of
 from hetero.roles import is_here, own_names
-from hetero.run import Run, RunResult
+from hetero.run import Run
 from hetero.run_facts import facts_of
 from hetero.run_loggers import Guarded, loggers_of, logging_to
+from hetero.run_result import RunResult
 from hetero.saving import Saver
 from hetero.secret import new_secret, secret_of_this_machine
 from hetero.spec import RunSpec, WorkerEntry

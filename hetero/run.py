@@ -14,7 +14,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,13 +21,13 @@ import torch
 from hetero import adapters, best, registry
 from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter
 from hetero.agreement import shapes_digest
+from hetero.answers import answer_prompts
 from hetero.best import Best
 from hetero.best_adapter import write_best
 from hetero.console import ANSWERING
 from hetero.errors import NumericError, PeerError, printable
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
-from hetero.generate import Generator, Sample, generate
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
@@ -36,11 +35,10 @@ from hetero.loop import Training
 from hetero.machines import remember
 from hetero.member import Member
 from hetero.prepare import Prepared
-from hetero.prompts import end_tokens
 from hetero.recovery import Recovery
 from hetero.resolve import ResolvedRun
 from hetero.resume import StartingPoint
-from hetero.samples import SampleView, write_samples
+from hetero.run_result import RunResult
 from hetero.saving import Saver
 from hetero.session import CoordinatorSession
 from hetero.spec import RunSpec
@@ -54,47 +52,6 @@ from hetero.wire.headers import Synced
 from hetero.work import make_transport_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class RunResult:
-    """What a run gave.
-
-    Attributes:
-        spec: of the run.
-        records: one for each step, as in metrics.jsonl.
-        adapter_dir: the adapter of the whole model.
-        stages: device and dtype of each stage.
-        stopped: who asked for its end before its last step; None where nobody did.
-        task: what it was to do.
-        evaluations: one for each evaluation, as in eval.jsonl.
-        best: the step that checkpoint.keep_best has kept, whose adapter is in `best_dir`.
-        last_timeline: makes that of the last step; None before there is one.
-        samples: answers to the run's prompts.
-        samples_path: where they are kept; None before there are any.
-    """
-
-    spec: RunSpec
-    adapter_dir: Path
-    records: list[dict[str, Any]] = field(default_factory=list)
-    stages: list[tuple[str, str]] = field(default_factory=list)
-    stopped: str | None = None
-    task: str = "train"
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    best: Best | None = None
-    last_timeline: Callable[[], Timeline] | None = None
-    samples: list[Sample] = field(default_factory=list)
-    samples_path: Path | None = None
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Of the last step; None where there is none yet."""
-        return None if self.last_timeline is None else self.last_timeline()
-
-    @property
-    def best_dir(self) -> Path:
-        """Where the adapter of the best step is."""
-        return self.adapter_dir.with_name(best.FOLDER)
 
 
 @dataclass
@@ -251,7 +208,7 @@ class Run:
         """The steps that are left, the last checkpoint, the adapter, and the trained model's answers to prompts."""
         config, spec = self.resolved.config, self.spec
         if config.task == "generate":
-            self._generate(session, member)
+            self._answer(session, member)
             self.result.stopped = self.stop.reason
             return
 
@@ -306,29 +263,12 @@ class Run:
             if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
         elif self.prepared.prompts:
-            self._generate(session, member)
+            self._answer(session, member)
 
-    def _generate(self, session: CoordinatorSession, member: Member) -> None:
+    def _answer(self, session: CoordinatorSession, member: Member) -> None:
         """What the model as it is now answers to the run's prompts."""
-        config, prepared = self.resolved.config, self.prepared
-        assert self.spec.generation is not None
         self.doing(ANSWERING)
-        self.result.samples = []
-        with SampleView(min(self.spec.generation.batch_size, len(prepared.prompts))) as view:
-            generator = Generator(
-                member=member,
-                session=session,
-                tokenizer=prepared.tokenizer,
-                settings=config.generation,
-                end_ids=end_tokens(prepared.model_path),
-                pad_id=prepared.pad_id,
-                max_positions=self.resolved.facts.max_position_embeddings,
-                on_text=view.on_text,
-                stop=self.stop,
-            )
-            for samples in generate(generator, prepared.prompts):
-                self.result.samples += samples
-                self.result.samples_path = write_samples(self.result.adapter_dir.parent, self.result.samples)
+        answer_prompts(self.resolved, self.prepared, self.spec, session, member, self.stop, self.result)
 
     def _evaluation(self) -> Evaluation | None:
         if not self.prepared.evaluated:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from hetero.evaluation import evaluation_shown
-from hetero.run import RunResult
+from hetero.run_result import RunResult
 from hetero.timeline import bottleneck
 
 log = logging.getLogger(__name__)
