@@ -262,7 +262,7 @@ class Run:
             self.result.timeline = timeline
             self._tracing.add(began_s, timeline)
 
-        self.doing("training")
+        self.doing("training" if config.task == "train" else "evaluating")
         train = registry.build("loop", spec.loop.target, config.allow_targets)
         train(
             Training(
@@ -343,6 +343,7 @@ class Run:
             pad_id=self.prepared.pad_id,
             on_record=on_record,
             is_known=known.__contains__,
+            doing=self.doing if self.result.task == "train" else lambda _: None,  # otherwise it does nothing else
         )
 
     def _end_of_evaluating(self) -> None:
