@@ -33,6 +33,9 @@ RULE = (
     "finished. Idle: the share of a job's time in which a stage does not compute, mean of its stages."
 )
 INTERRUPTED = 130
+_STYLE = """.jobs td { min-width: 3em; }
+.jobs td:last-child { min-width: 13em; overflow-wrap: anywhere; }
+"""  # a reason needs the room that numbers leave
 _MAX_CURVES = 16  # in the chart of losses: the fastest ones
 
 
@@ -142,12 +145,12 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
     rows = [_row(folder, job, keys, best is job, lowest is job, slowest) for job in jobs]
     failed = sum(job.state == "failed" for job in jobs)
     said = f"{len(jobs)} jobs" + (f", {failed} failed" if failed else "") + (", more to come" if live else "")
-    parts = [f"<style>{STYLE}</style>", f"<p>{said}. {text(RULE)}</p>"]
+    parts = [f"<style>{STYLE}{_STYLE}</style>", f"<p>{said}. {text(RULE)}</p>"]
     if same:
         shown = ", ".join(f"{key}={hidden(key, value)}" for key, value in same.items())
         parts.append(f'<p class="faint">Of all jobs: <code>{text(shown)}</code></p>')
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
-    parts.append(f'<div class="wide"><table><tr>{cells}</tr>{"".join(rows)}</table></div>')
+    parts.append(f'<div class="wide"><table class="jobs"><tr>{cells}</tr>{"".join(rows)}</table></div>')
     drawn = [job for job in jobs if job.curves is not None][:_MAX_CURVES]
     if drawn:
         lines = [
