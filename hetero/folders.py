@@ -1,5 +1,6 @@
 """Folders of this user's cache, folders that come into being as a whole or not at all, and what is read from them."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,19 +77,22 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-def write_text(file: Path, text: str) -> None:
-    """Writes a file as a whole or not at all.
+def write_text(file: Path, text: str, *, private: bool = False) -> None:
+    """Writes a file as a whole or not at all; whom it is open to follows from the umask, or is this user alone.
 
     Raises:
         ConfigError: the place cannot be written.
     """
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(draft).replace(file)
+        if private:
+            draft.touch(mode=0o600, exist_ok=False)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
     except OSError as exc:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise ConfigError(f"the folder {file.parent} must be writable and have space: {one_line(exc)}") from exc
 
 

@@ -29,7 +29,7 @@ def job(folder: Path, number: int, *overrides: str, times: tuple[float, ...] = (
 
 def rows(page: str) -> list[str]:
     """A line of text for each row of the table."""
-    table = re.search(r"<table>(.*?)</table>", page, re.DOTALL)
+    table = re.search(r"<table class=\"jobs\">(.*?)</table>", page, re.DOTALL)
     assert table
     return [" ".join(re.sub(r"<title>.*?</title>|<[^>]*>", " ", row).split()) for row in table[1].split("<tr>")[1:]]
 
