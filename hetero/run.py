@@ -376,7 +376,7 @@ class Run:
 
     def _end_as_usual(self) -> NoReturn:
         """The run was to stop and could not be saved, so it ends as a signal ends a program."""
-        raise Terminated if str(self.stop.reason).startswith("SIGTERM") else KeyboardInterrupt
+        raise Terminated if str(self.stop.reason).startswith(("SIGTERM", "SIGHUP")) else KeyboardInterrupt
 
     def _go_back(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The step and the state that everyone continues from after a fault; what came later is forgotten."""
