@@ -39,7 +39,8 @@ STYLE = (
 )
 
 _WIDTH, _PLOT_HEIGHT = 480, 170
-_LEFT, _RIGHT, _BOTTOM = 56, 24, 40
+_LEFT, _RIGHT, _BOTTOM = 66, 24, 40  # room for 0.002995 at the left
+_TITLE = 10
 _MAX_HITS = 80  # places where a value is shown on hover
 _MAX_RANGES = 3  # curves whose ranges do not yet hide one another; of more, they are said on hover alone
 
@@ -107,7 +108,7 @@ def line_chart(
     lines = [line for line in lines if line.series.buckets]
     legend, legend_rows = _legend(lines)
     top = 30 + 18 * legend_rows
-    head = [f'<text class="title" x="{_LEFT - 46}" y="18">{text(title)}</text>', *legend]
+    head = [f'<text class="title" x="{_TITLE}" y="18">{text(title)}</text>', *legend]
     if not lines:
         empty = f'<text x="{_WIDTH / 2}" y="{top + _PLOT_HEIGHT / 2}" text-anchor="middle">no step yet</text>'
         return _svg(title, top, [*head, empty])
@@ -188,12 +189,12 @@ def _legend(lines: Sequence[Line]) -> tuple[list[str], int]:
     """The legend below the title, and its rows; none for a single curve."""
     if len(lines) < 2:
         return [], 0
-    parts, x, row = [], _LEFT - 46, 1
+    parts, x, row = [], _TITLE, 1
     for line in lines:
         label = line.label if len(line.label) <= 40 else line.label[:39] + "…"
         width = 30 + 7 * len(label)
-        if x + width > _WIDTH and x > _LEFT - 46:
-            x, row = _LEFT - 46, row + 1
+        if x + width > _WIDTH and x > _TITLE:
+            x, row = _TITLE, row + 1
         y = 18 + 18 * row
         colour = f"var(--c{line.colour % NUM_COLOURS})"
         parts.append(f'<path d="M{x} {y - 4}h14" style="stroke:{colour};stroke-width:3{_dashes(line)}"/>')

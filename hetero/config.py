@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import ConfigError, HeteroError
-from hetero.stopping import Terminated
+from hetero.stopping import Terminated, end_by_signals
 
 if sys.version_info >= (3, 14):  # hydra 1.3.8 fails there while it defines its options
     raise SystemExit("hetero needs Python 3.11, 3.12 or 3.13: hydra-core 1.3.8 does not start on 3.14")
@@ -71,8 +70,8 @@ def run_task(task: Task, config_name: str) -> int:
         config_name: file in conf/.
 
     Returns:
-        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 143 after SIGTERM; 1 after a sweep whose
-        jobs failed in both ways.
+        The process's exit code: 0, 1 after a failed run, 2 for a mistake, 143 after SIGTERM or SIGHUP; 1 after a sweep
+        whose jobs failed in both ways.
     """
     failed: dict[int, int] = {}  # number of a job -> its exit code
     began = 0
@@ -103,7 +102,7 @@ def run_task(task: Task, config_name: str) -> int:
     # Libraries' notes to their own developers; ours are errors in the tests.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     register_resolvers()
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    end_by_signals()
     main = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=config_name)(job)
     sys.argv[1:] = _sweep_first(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing a traceback of its own
@@ -196,10 +195,6 @@ def _remove_empty_run(outputs: Path) -> None:
     with contextlib.suppress(OSError):  # a folder that holds other runs
         for folder in run_dir.parents[: run_dir.parents.index(outputs)]:
             folder.rmdir()
-
-
-def _raise_terminated(*_: object) -> None:
-    raise Terminated
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import rich
+from rich.console import Console
 from rich.table import Table
 
 from hetero.errors import ConfigError
@@ -17,7 +18,8 @@ from hetero.resolve import ResolvedRun
 from hetero.spec import Config
 from hetero.wire.tensors import MAX_KEPT_BYTES
 
-_COLUMNS = ("stage", "layers", "weights", "adapter", "activations", "work", "links", "total", "memory")
+_FIGURES = ("weights", "adapter", "activations", "work", "links", "total", "memory")
+_WIDE, _FILE_WIDTH = 120, 160  # columns from which on frames have room; of a table in a file
 
 
 def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
@@ -31,7 +33,7 @@ def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
         ConfigError: a machine whose memory is known has too little; everything is shown before that.
     """
     memory, console = memory_of(resolved, shapes_dir), rich.get_console()
-    console.print(table_of(resolved, memory))
+    show_table(console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH), resolved, memory)
     for line in notes_of(resolved, memory):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     lacking = memory.lacking()
@@ -47,25 +49,31 @@ def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
     )
 
 
-def table_of(resolved: ResolvedRun, memory: RunMemory) -> Table:
-    """A row for each stage."""
-    table = Table(title=f"memory of each stage at its peak ({resolved.config.model.path})", title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("stage", "layers") else "right")
+def show_table(console: Console, resolved: ResolvedRun, memory: RunMemory) -> None:
+    """A row for each stage; where there is little width it has no frame, and fits into 80 columns."""
+    narrow = console.width < _WIDE
+    title = f"memory of each stage at its peak ({resolved.config.model.path})"
+    table = Table(title=title, title_justify="left")
+    if narrow:
+        table.box, table.padding = None, (0, 0, 1, 1)
+    between = "\n" if narrow else " "  # a kind and its size
+    for column in [f"stage{between}layers", *_FIGURES] if narrow else ["stage", "layers", *_FIGURES]:
+        table.add_column(column, justify="right" if column in _FIGURES else "left", overflow="fold")
     for stage in memory.stages:
         plan = resolved.stages[stage.index]
+        place = [f"{stage.index} {stage.id}", f"{plan.start}-{plan.end - 1}"]
+        work = {"layer": stage.layer_work} | ({"logits": stage.logits} if stage.logits else {})
         table.add_row(
-            f"{stage.index} {stage.id}",
-            f"{plan.start}-{plan.end - 1}",
-            "\n".join(f"{kind} {show_bytes(size)}" for kind, size in sorted(stage.weights.items())),
+            *(["\n".join(place)] if narrow else place),
+            "\n".join(f"{kind}{between}{show_bytes(size)}" for kind, size in sorted(stage.weights.items())),
             show_bytes(stage.adapter + stage.gradients + stage.optimizer),
-            f"{stage.in_flight} x {show_bytes(stage.per_micro_batch)}",
-            f"layer {show_bytes(stage.layer_work)}" + (f"\nlogits {show_bytes(stage.logits)}" if stage.logits else ""),
+            f"{stage.in_flight} x{between}{show_bytes(stage.per_micro_batch)}",
+            "\n".join(f"{kind}{between}{show_bytes(size)}" for kind, size in work.items()),
             show_bytes(stage.link_buffers),
             show_bytes(stage.total),
             "?" if stage.available is None else show_bytes(stage.available),
         )
-    return table
+    console.print(table)
 
 
 def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:

@@ -43,6 +43,7 @@ class Evaluation:
         pad_id: token that fills them up.
         on_record: gets each evaluation's record, as `eval.jsonl` holds it.
         is_known: whether a step's evaluation has been done, before a resume or a fault.
+        doing: gets what the run is busy with, for people.
     """
 
     examples: Sequence[Example]
@@ -51,6 +52,7 @@ class Evaluation:
     pad_id: int
     on_record: Callable[[dict[str, Any]], None]
     is_known: Callable[[int], bool] = lambda _: False
+    doing: Callable[[str], None] = lambda _: None
 
 
 def evaluate(evaluation: Evaluation, member: Member, session: CoordinatorSession, step: int, stop: Stop) -> None:
@@ -60,6 +62,7 @@ def evaluate(evaluation: Evaluation, member: Member, session: CoordinatorSession
         PeerError: a worker failed.
     """
     began = time.perf_counter()
+    evaluation.doing("evaluating")
     sums: list[float | None] = []
     tokens = 0
     for number, batches in enumerate(_passes(evaluation), 1):
@@ -77,6 +80,7 @@ def evaluate(evaluation: Evaluation, member: Member, session: CoordinatorSession
         when = f"evaluation after step {step}" if step else "evaluation"
         log.info("%s: %s (%.1f s)", when, evaluation_shown(record), time.perf_counter() - began)
     evaluation.on_record(record)
+    evaluation.doing("training")
 
 
 def record_of(step: int, sums: Sequence[float | None], tokens: int) -> dict[str, Any]:

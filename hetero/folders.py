@@ -77,15 +77,17 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-def write_text(file: Path, text: str) -> None:
-    """Writes a file as a whole or not at all, readable to whom this process' files are.
+def write_text(file: Path, text: str, *, private: bool = False) -> None:
+    """Writes a file as a whole or not at all; whom it is open to follows from the umask, or is this user alone.
 
     Raises:
         ConfigError: the place cannot be written.
     """
-    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        if private:
+            draft.touch(mode=0o600, exist_ok=False)
         draft.write_text(text, encoding="utf-8")
         draft.replace(file)
     except OSError as exc:

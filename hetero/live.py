@@ -124,15 +124,19 @@ class Picture:
 
     def _learning(self, width: int, plain: bool) -> RenderableType:
         _, loss = self._losses[-1]
-        parts = [f"loss {loss:.4f}" + ("" if plain else f" {trend([loss for _, loss in self._losses])}")]
+        bars = "" if plain else f" {trend([loss for _, loss in self._losses])}"
+        parts = [f"loss {loss:.4f}"]
         if self._evaluation is not None:
-            parts.append(f"eval loss {self._evaluation['eval_loss']:.4f}")
+            found = self._evaluation["eval_loss"]
+            parts.append("eval loss not finite" if found is None else f"eval loss {found:.4f}")
         if self._recent:
             last, records = self._recent[-1], list(self._recent)
             if width >= WIDE:
                 parts += [f"lr {last['lr']:.2g}", f"grad norm {last['grad_norm']:.3g}"]
             tokens, seconds = (sum(record[key] for record in records) for key in ("tokens", "step_time_s"))
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
+        if len("  ".join(parts)) + len(bars) <= width:  # figures go first
+            parts[0] += bars
         return Text("  ".join(parts), no_wrap=True, overflow=_overflow(plain))
 
 

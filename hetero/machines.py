@@ -42,7 +42,7 @@ def remember(workers: list[WorkerEntry], folder: Path | None = None) -> None:
     """Notes workers that a run has reached; one entry for each host and port."""
     known = [w for w in remembered(folder) if (w.host, w.port) not in {(new.host, new.port) for new in workers}]
     entries = [{"id": w.id, "host": w.host, "port": w.port, "device": w.device} for w in [*workers, *known]]
-    write_text(machines_file(folder), json.dumps(entries[:_MAX_MACHINES], indent=1) + "\n")
+    write_text(machines_file(folder), json.dumps(entries[:_MAX_MACHINES], indent=1) + "\n", private=True)
 
 
 def own_id() -> str:

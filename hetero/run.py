@@ -224,7 +224,7 @@ class Run:
             self.result.last_timeline = timeline
             self._tracing.add(began_s, step, timeline)
 
-        self.doing("training")
+        self.doing("training" if config.task == "train" else "evaluating")
         train = registry.build("loop", spec.loop.target, config.allow_targets)
         train(
             Training(
@@ -288,6 +288,7 @@ class Run:
             pad_id=self.prepared.pad_id,
             on_record=on_record,
             is_known=known.__contains__,
+            doing=self.doing if self.result.task == "train" else lambda _: None,  # otherwise it does nothing else
         )
 
     def _end_of_evaluating(self) -> None:
@@ -320,7 +321,7 @@ class Run:
 
     def _end_as_usual(self) -> NoReturn:
         """The run was to stop and could not be saved, so it ends as a signal ends a program."""
-        raise Terminated if str(self.stop.reason).startswith("SIGTERM") else KeyboardInterrupt
+        raise Terminated if str(self.stop.reason).startswith(("SIGTERM", "SIGHUP")) else KeyboardInterrupt
 
     def _go_back(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The step and the state that everyone continues from after a fault; what came later is forgotten."""

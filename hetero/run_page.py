@@ -16,7 +16,8 @@ from hetero.run_files import Status
 from hetero.series import Series
 
 REFRESH_S = 3
-_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "trace.json", "architecture.html", "train.log")
+_FILES = ("run.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "trace.json", "architecture.html", "train.log")
+_TASKS = {"evaluate": "evaluation alone", "generate": "answers to prompts"}
 
 STYLE = (
     charts.STYLE
@@ -70,8 +71,7 @@ def run_page(
         f"<style>{STYLE}</style>",
         _head(folder, about, status, curves),
         _tiles(status, curves, live),
-        "<h2>Curves</h2>",
-        _charts(about, status, curves),
+        *(["<h2>Curves</h2>", _charts(about, status, curves)] if _task(about) == "train" else []),
         "<h2>Stages</h2>",
         _stages(about, status, curves),
     ]
@@ -115,7 +115,9 @@ def _head(folder: Path, about: dict[str, Any], status: Status, curves: Curves) -
     last = int(curves.last["step"]) if curves.last else 0
     badge = f'<span class="badge {_COLOUR.get(status.state, "faint")}">{text(status.state)}</span>'
     model = about.get("spec", {}).get("model", {}).get("path", "")
-    lines = [f"<p>{badge} step {last:,} of {status.total_steps:,} · model {text(model)}</p>"]
+    task = _task(about)
+    what = f"step {last:,} of {status.total_steps:,}" if task == "train" else text(_TASKS.get(task, task))
+    lines = [f"<p>{badge} {what} · model {text(model)}</p>"]
     if status.state == "failed":
         lines.append(
             f'<p class="card why"><b class="bad">Failed:</b> {text(status.reason or "no reason was given")}</p>'
@@ -123,7 +125,8 @@ def _head(folder: Path, about: dict[str, Any], status: Status, curves: Curves) -
     elif status.state in ("stopped", "interrupted"):
         why = f" ({text(status.reason)})" if status.reason else ""
         remedy = ", with a checkpoint; the same command with checkpoint.resume=latest goes on"
-        lines.append(f"<p>Ended before its last step{why}{remedy if status.state == 'stopped' else ''}.</p>")
+        ended = f"Ended before its last step{why}{remedy if status.state == 'stopped' else ''}."
+        lines.append(f"<p>{ended if task == 'train' else f'Ended before it was done{why}.'}</p>")
     elif status.state == "unknown":
         lines.append('<p class="warn">No end was recorded.</p>')
     if resumed := about.get("resumed"):
@@ -136,17 +139,24 @@ def _head(folder: Path, about: dict[str, Any], status: Status, curves: Curves) -
     return "\n".join(lines)
 
 
+def _task(about: dict[str, Any]) -> str:
+    return str(about.get("config", {}).get("task", "train"))
+
+
 def _tiles(status: Status, curves: Curves, live: bool) -> str:
     found = []
     if curves.last is not None:
         found.append(("loss", show(curves.last["loss"])))
         assert curves.recent_loss is not None
-        assert curves.step_time_s is not None
         found.append((f"loss, mean of last {min(RECENT, curves.steps)} steps", show(curves.recent_loss)))
-        if curves.evaluations:
-            found.append(("evaluation loss", show(curves.evaluations[-1]["eval_loss"])))
-            if (perplexity := curves.evaluations[-1].get("perplexity")) is not None:
-                found.append(("perplexity", show(perplexity)))
+    if curves.evaluations:
+        found.append(("evaluation loss", show(curves.evaluations[-1]["eval_loss"])))
+        if (perplexity := curves.evaluations[-1].get("perplexity")) is not None:
+            found.append(("perplexity", show(perplexity)))
+        if curves.last is None and (tokens := curves.evaluations[-1].get("tokens")) is not None:
+            found.append(("label tokens", f"{tokens:,}"))
+    if curves.last is not None:
+        assert curves.step_time_s is not None
         found.append(("tokens per second", show(curves.tokens_per_s or 0.0)))
         found.append(("step time, median", duration(curves.step_time_s)))
         left = status.total_steps - int(curves.last["step"])
@@ -205,7 +215,7 @@ def _stages(about: dict[str, Any], status: Status, curves: Curves) -> str:
             f'<tr><td>{index} <b>{text(name)}</b><br><span class="faint">{text(where)}</span></td>'
             f'<td class="nowrap">{stage["start"]}–{stage["end"] - 1}</td>'
             f"<td>{text(' '.join(part for part in kind if part))}</td>"
-            f"<td>{_share(found.busy_share, index)}</td><td>{_share(found.wait_share, index)}</td>"
+            f"<td>{_share(found, found.busy_share, index)}</td><td>{_share(found, found.wait_share, index)}</td>"
             f'<td class="nowrap">{_bytes(found.bytes_sent / found.steps) if found.steps else "–"}</td>'
             f"<td>{_memory(found.memory_bytes, limit, index)}</td></tr>"
         )
@@ -214,8 +224,8 @@ def _stages(about: dict[str, Any], status: Status, curves: Curves) -> str:
     return f'<div class="wide"><table><tr>{cells}</tr>{"".join(rows)}</table></div><p class="faint">{note}</p>'
 
 
-def _share(share: float, colour: int) -> str:
-    return f"{share:.0%}{bar(share, colour=colour, title=f'{share:.1%}')}"
+def _share(stage: StageCurves, share: float, colour: int) -> str:
+    return "–" if not stage.steps else f"{share:.0%}{bar(share, colour=colour, title=f'{share:.1%}')}"
 
 
 def _memory(held: int, limit: int | None, colour: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -14,7 +15,30 @@ PATIENCE_S = 7.0  # for the step and its checkpoint; then the signal has its usu
 
 
 class Terminated(BaseException):
-    """SIGTERM; like KeyboardInterrupt it passes through everything that handles errors."""
+    """SIGTERM, or SIGHUP; like KeyboardInterrupt it passes through everything that handles errors."""
+
+
+def end_by_signals() -> None:
+    """From now on SIGTERM, and SIGHUP of a terminal that goes away, raise `Terminated`; nohup's SIGHUP does nothing."""
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _raise_terminated)
+
+
+def _raise_terminated(number: int, _: FrameType | None) -> None:
+    if number == signal.SIGHUP:
+        _leave_terminal()
+    raise Terminated
+
+
+def _leave_terminal() -> None:
+    """What is still written to a terminal that is gone would fail, and the end with it; files and pipes stay."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed by whoever started this process
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(null, number)
+    os.close(null)
 
 
 class Stop:
@@ -37,7 +61,8 @@ class Stop:
 
 @contextlib.contextmanager
 def signals_ask(ask: Callable[[str], bool]) -> Iterator[None]:
-    """While it lasts, the first SIGINT or SIGTERM asks for an end; a second one ends this process at once.
+    """While it lasts, the first SIGINT, SIGTERM or SIGHUP asks for an end; a second SIGINT or SIGTERM ends this
+    process at once.
 
     What the signal does elsewhere happens where `ask` gives False, or when the end has not come 7 s later. Only the
     main thread hears of signals; in another one nothing changes.
@@ -48,7 +73,8 @@ def signals_ask(ask: Callable[[str], bool]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
     asked: list[int] = []
 
     def usual(number: int, frame: FrameType | None) -> None:
@@ -61,6 +87,10 @@ def signals_ask(ask: Callable[[str], bool]) -> Iterator[None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         if before[number] is signal.SIG_IGN:
             return
+        if number == signal.SIGHUP:
+            _leave_terminal()
+            if asked:  # the kernel and a shell may both say so
+                return
         if asked:
             os._exit(128 + number)
         asked.append(number)

@@ -33,6 +33,9 @@ RULE = (
     "finished. Idle: the share of a job's time in which a stage does not compute, mean of its stages."
 )
 INTERRUPTED = 130
+_STYLE = """.jobs td { min-width: 3em; }
+.jobs td:last-child { min-width: 13em; overflow-wrap: anywhere; }
+"""  # a reason needs the room that numbers leave
 _MAX_CURVES = 16  # in the chart of losses: the fastest ones
 
 
@@ -142,12 +145,12 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
     rows = [_row(folder, job, keys, best is job, lowest is job, slowest) for job in jobs]
     failed = sum(job.state == "failed" for job in jobs)
     said = f"{len(jobs)} jobs" + (f", {failed} failed" if failed else "") + (", more to come" if live else "")
-    parts = [f"<style>{STYLE}</style>", f"<p>{said}. {text(RULE)}</p>"]
+    parts = [f"<style>{STYLE}{_STYLE}</style>", f"<p>{said}. {text(RULE)}</p>"]
     if same:
         shown = ", ".join(f"{key}={hidden(key, value)}" for key, value in same.items())
         parts.append(f'<p class="faint">Of all jobs: <code>{text(shown)}</code></p>')
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
-    parts.append(f'<div class="wide"><table><tr>{cells}</tr>{"".join(rows)}</table></div>')
+    parts.append(f'<div class="wide"><table class="jobs"><tr>{cells}</tr>{"".join(rows)}</table></div>')
     drawn = [job for job in jobs if job.curves is not None][:_MAX_CURVES]
     if drawn:
         lines = [
@@ -161,16 +164,19 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
     return page(f"sweep {folder.name}", "\n".join(parts), refresh_s=REFRESH_S if live else None)
 
 
-def table_of(jobs: Sequence[Job]) -> Table:
-    """The same for a terminal."""
+def table_of(jobs: Sequence[Job], *, narrow: bool = False) -> Table:
+    """The same for a terminal; in a narrow one without the figures that only the page then has."""
     keys, _ = varied(jobs)
     best = best_of(jobs)
     table = Table(title="sweep: fastest step first, ★ the fastest job that finished", title_justify="left")
-    for name in ("job", *keys):
-        table.add_column(name, overflow="fold")
-    for name in ("step", "tokens/s", "loss", f"last {RECENT}", "computing", "idle"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("status")
+    table.add_column("job", no_wrap=True)
+    for name in keys:
+        table.add_column(name.rpartition(".")[2] if narrow else name, overflow="fold")
+    names = ("step", "tokens/s", "loss", f"last {RECENT}", "computing", "idle")
+    chosen = [index for index, name in enumerate(names) if not narrow or name in ("step", "loss", "idle")]
+    for index in chosen:
+        table.add_column(names[index], justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
     for job in jobs:
         figures = ["–"] * 6
         if job.curves is not None and job.step_time_s is not None:
@@ -185,7 +191,13 @@ def table_of(jobs: Sequence[Job]) -> Table:
             ]
         values = [escape(str(hidden(key, job.overrides.get(key, "")))) for key in keys]
         mark = " ★" if job is best else ""
-        table.add_row(f"{job.number}{mark}", *values, *figures, job.state, style="bold" if mark else None)
+        table.add_row(
+            f"{job.number}{mark}",
+            *values,
+            *(figures[index] for index in chosen),
+            job.state,
+            style="bold" if mark else None,
+        )
     return table
 
 
@@ -193,7 +205,10 @@ def show_table(folder: Path, jobs: Sequence[Job], console: Console) -> None:
     """Prints the table, why jobs failed, and where the page is."""
     if not console.is_terminal:  # a log has no width, and a folded row cannot be searched
         console = Console(file=console.file, width=200)
-    console.print(table_of(jobs))
+    table = table_of(jobs)
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
+        table = table_of(jobs, narrow=True)
+    console.print(table)
     for job in jobs:
         if job.state == "failed":
             console.print(f"job {job.number} failed: {job.reason}", markup=False, highlight=False, soft_wrap=True)

@@ -85,6 +85,17 @@ def test_words_are_shown_while_there_are_no_steps() -> None:
     assert "joining the workers" in line and line.endswith("1:15") and cursor == ""
 
 
+def test_evaluation_is_shown_in_words_and_by_its_loss_whatever_that_is() -> None:
+    made = picture()
+    made.doing("evaluating")
+    assert drawn(made)[0].startswith("⠋ evaluating ") and drawn(made)[0].endswith(" 10/100 0:00")
+    for loss, shown in ((2.5, "2.5000"), (None, "not finite")):
+        made.evaluation({"step": 10, "eval_loss": loss, "perplexity": None, "tokens": 5})
+        learning = [f"loss 4.0000 {trend([5.0 - step / 10 for step in range(1, 11)])}", f"eval loss {shown}"]
+        assert drawn(made)[1].startswith("  ".join(learning))
+        assert drawn(made, 50)[1] == f"loss 4.0000  eval loss {shown}  2,000 tokens/s"
+
+
 def test_after_a_fault_only_what_counts_is_shown() -> None:
     made = picture()
     made.rewind(4)

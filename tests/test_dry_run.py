@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from processes import REPO, composed, run_here
+from rich.console import Console
 
 from hetero.config import SHAPES_DIR
-from hetero.dry_run import advice, notes_of
+from hetero.dry_run import advice, notes_of, show_table
 from hetero.memory import memory_of
 from hetero.resolve import resolve
 
@@ -60,6 +62,18 @@ def test_run_of_this_machine_is_compared_with_its_memory(tmp_path: Path) -> None
     outcome = run_here("train", "dry_run=true", f"outputs={tmp_path}")
     assert outcome.code == 0 and "memory ?" not in outcome.text
     assert "stages on one machine share its memory" in outcome.text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_table_keeps_every_word_whatever_the_width(width: int) -> None:
+    args = ("shard_plan=llama8b_3stage", "hardware=mac_and_two_pcs")
+    resolved = resolve(composed(*args), shapes_dir=SHAPES_DIR, for_drawing=True)
+    console = Console(file=io.StringIO(), width=width)
+    show_table(console, resolved, memory_of(resolved, SHAPES_DIR))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    words = set(re.split(r"[\s┃│]+", shown[shown.index("\n") :]))
+    assert {"weights", "adapter", "activations", "memory", "bfloat16", "nf4", "logits"} <= words
 
 
 def test_plan_that_does_not_fit_ends_with_code_2_and_one_line_that_names_the_machine(tmp_path: Path) -> None:

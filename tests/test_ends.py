@@ -1,8 +1,10 @@
-"""SIGINT and SIGTERM, at every moment of a run and on each of its processes: it ends soon, and nothing is lost."""
+"""SIGINT, SIGTERM and SIGHUP at every moment of a run, on each of its processes: it ends soon, and nothing is lost."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from fleet import (
     checkpoints_of,
 )
 from peers import wait_until
-from processes import START_S, metrics, refuses_connections, started
+from processes import REPO, START_S, metrics, refuses_connections, started
 
 END_S = 10.0  # what the README promises
 SECOND_S = 2.0
@@ -247,3 +249,32 @@ def test_signal_to_a_launched_worker_asks_the_coordinator(ships: Fleet, tmp_path
     assert checkpoints_of(tmp_path)[-1] == metrics(tmp_path / "run")[-1]["step"]
     assert_no_leftovers(tmp_path)
     assert f"{number}: asking the coordinator" in (tmp_path / "run" / "worker-1.log").read_text(encoding="utf-8")
+
+
+HANGUP = """
+import signal, sys, time
+from pathlib import Path
+from hetero.stopping import end_by_signals, signals_ask
+asked = []
+end_by_signals()
+with signals_ask(lambda name: asked.append(name) or True):
+    Path(sys.argv[1]).touch()
+    while not asked:
+        time.sleep(0.01)
+    print("to nobody", flush=True)
+    signal.raise_signal(signal.SIGHUP)  # again, as of a shell
+Path(sys.argv[2]).write_text(*asked)
+"""
+
+
+def test_process_whose_terminal_goes_away_is_asked_to_end_and_may_still_speak(tmp_path: Path) -> None:
+    ready, ended = tmp_path / "ready", tmp_path / "ended"
+    spawn = "import pty, sys; pty.spawn(sys.argv[1:])"
+    command = [sys.executable, "-c", spawn, sys.executable, "-c", HANGUP, str(ready), str(ended)]
+    terminal = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=REPO)
+    try:
+        wait_until(ready.exists, START_S)
+    finally:
+        terminal.kill()
+        terminal.wait()
+    wait_until(lambda: ended.is_file() and ended.read_text() == "SIGHUP", END_S)

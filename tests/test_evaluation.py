@@ -267,16 +267,18 @@ def test_whoever_wants_the_end_waits_for_one_pass_alone(
 ) -> None:
     found: list[dict[str, Any]] = []
     many = evaluation_of(rows * 12)  # 144 micro-batches
-    evaluation = dataclasses.replace(many, on_record=found.append)
+    words: list[str] = []
+    evaluation = dataclasses.replace(many, on_record=found.append, doing=words.append)
     stop = Stop()
     peerless: Any = Peerless(stop, after)
     evaluate(evaluation, peerless, peerless, 4, stop)
     assert [plan.evaluation for plan in peerless.plans] == list(range(1, passes_done + 1))
     if after < 3:
+        assert words == ["evaluating"]
         assert found == [] and "the evaluation after step 4 is left out, since the run is to end" in caplog.text
     else:
         tokens = sum(plan.label_tokens for plan in peerless.plans)
-        assert found == [record_of(4, [3.0], tokens)]
+        assert found == [record_of(4, [3.0], tokens)] and words == ["evaluating", "training"]
 
 
 def test_best_step_that_cannot_be_read_is_said_and_the_next_taken(

@@ -137,6 +137,21 @@ def test_interrupted_and_stopped_runs_are_told_from_failed_ones(tmp_path: Path) 
     assert ">stopped<" in page and "(SIGINT), with a checkpoint" in page
 
 
+def test_evaluation_alone_is_shown_by_its_loss_without_empty_curves(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").touch()
+    for task, what in (("evaluate", "evaluation alone"), ("generate", "answers to prompts")):
+        writer = ReportWriter(tmp_path, every_s=60)
+        writer.start(ABOUT | {"config": {"task": task}})
+        if task == "evaluate":
+            writer.evaluation({"step": 0, "eval_loss": 2.5, "perplexity": 12.25, "tokens": 4321})
+        writer.finish(None)
+        page = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert what in page and "step 0 of" not in page and charts(page) == {} and 'href="samples.jsonl"' in page
+        figures = re.findall(r'tile-name">([^<]*)</span><b>([^<]*)<', page)[:-1]  # without the time
+        evaluated = [("evaluation loss", "2.5"), ("perplexity", "12.25"), ("label tokens", "4,321")]
+        assert figures == (evaluated if task == "evaluate" else [])
+
+
 def test_step_that_is_taken_again_is_there_once_with_its_new_value(tmp_path: Path) -> None:
     writer = ReportWriter(tmp_path, every_s=60)
     writer.start(ABOUT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from processes import run_here
+from rich.console import Console
 from test_report import ABOUT, Tags, record
 
 from hetero import report, summary, sweep
@@ -29,7 +31,7 @@ def job(folder: Path, number: int, *overrides: str, times: tuple[float, ...] = (
 
 def rows(page: str) -> list[str]:
     """A line of text for each row of the table."""
-    table = re.search(r"<table>(.*?)</table>", page, re.DOTALL)
+    table = re.search(r"<table class=\"jobs\">(.*?)</table>", page, re.DOTALL)
     assert table
     return [" ".join(re.sub(r"<title>.*?</title>|<[^>]*>", " ", row).split()) for row in table[1].split("<tr>")[1:]]
 
@@ -50,6 +52,22 @@ def test_jobs_stand_by_step_time_and_failed_ones_last_with_their_reason(tmp_path
     assert table[-2].endswith("failed a must be 1, got &lt;2&gt;") and "★" not in "".join(table[2:])
     assert table[-1].endswith("failed stage 1 is gone")
     assert Tags(page).open == []
+
+
+@pytest.mark.parametrize(
+    ("width", "key"), [(60, "split_points"), (80, "split_points"), (110, "shard_plan.split_points")]
+)
+def test_table_of_a_narrow_terminal_keeps_what_tells_the_jobs_apart(tmp_path: Path, width: int, key: str) -> None:
+    job(tmp_path, 0, "shard_plan.split_points=[1]", times=(1.0, 0.25))
+    job(tmp_path, 1, "shard_plan.split_points=[3]", code=2, error="no")
+    console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
+    sweep.show_table(tmp_path, read_jobs(tmp_path), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in shown.splitlines()]
+    head = next(line for line in lines if line[0] == "job")
+    assert head[:3] == ["job", key, "step"] and head[-1] == "status"
+    assert ["0 ★", "[1]", "250 ms"] in [line[:3] for line in lines]
+    assert ["1", "[3]", "failed"] in [[*line[:2], line[-1]] for line in lines]
 
 
 def test_idle_share_is_what_the_stages_did_not_compute(tmp_path: Path) -> None:

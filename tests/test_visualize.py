@@ -97,6 +97,7 @@ def test_diagrams_go_into_a_folder_of_their_own_by_default(tmp_path: Path) -> No
     assert drawn[:4] == [".svg", ".html", ".mmd", ".dot"] and {*drawn[4:]} <= {".png", ".pdf"}
     assert all(path.stem == "architecture" for path in paths[:-2])
     assert all(path.is_file() and path.is_relative_to(tmp_path / "diagrams") for path in paths)
+    assert len({path.stat().st_mode for path in paths}) == 1  # whoever may see one may see all
 
 
 @pytest.mark.parametrize("suffix", [".mmd", ".dot", ".svg", ".HTML"])
