@@ -124,6 +124,6 @@ def _check_given(given: AdapterSpec, found: AdapterSpec, task: str) -> None:
         same = set(ours) == set(theirs or ()) if isinstance(ours, list) else ours == theirs
         if not same and (ours or theirs):
             raise ConfigError(
-                f"adapter.{key} must be left out with task={task}, or be as in adapter.init_from, got {ours!r}, "
-                f"there {theirs!r}"
+                f"adapter.{key} must be as in adapter.init_from, got {ours!r}, there {theirs!r}: task={task} takes it "
+                f"from there where it is not given (a file of conf/model may give it too: then adapter.{key}=VALUE)"
             )

@@ -67,9 +67,13 @@ def test_adapter_that_is_only_used_needs_none_of_its_options(
 @pytest.mark.parametrize(
     ("changes", "args", "message"),
     [
-        ({}, ["adapter.r=16"], "adapter.r must be left out with task=generate, or be as in adapter.init_from, got 16"),
-        ({}, ["adapter.target_modules=[q_proj]"], "adapter.target_modules must be left out with task=generate"),
-        ({}, ["adapter.init_lora_weights=pissa"], "adapter.init_lora_weights must be left out with task=generate"),
+        (
+            {},
+            ["adapter.r=16"],
+            "adapter.r must be as in adapter.init_from, got 16, there 4: task=generate takes it from there",
+        ),
+        ({}, ["adapter.target_modules=[q_proj]"], "adapter.target_modules must be as in adapter.init_from, got"),
+        ({}, ["adapter.init_lora_weights=pissa"], "adapter.init_lora_weights must be as in adapter.init_from, got"),
         ({"alora_invocation_tokens": [3]}, [], "an adapter without alora_invocation_tokens, which is not done here"),
         ({"layer_replication": [[0, 2]]}, [], "an adapter without layer_replication"),
         ({"peft_type": "IA3"}, [], "must be the folder of a LoRA adapter"),
