@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from hetero.adapter_config import CONFIG_FILE
 from hetero.adapter_rules import FROM_BASE
 from hetero.adapters import ResolvedAdapter
 from hetero.errors import ConfigError
@@ -20,9 +21,8 @@ from hetero.facts import ModelFacts
 from hetero.families import Family, layer_of
 from hetero.folders import one_line
 from hetero.spec import AdapterSpec, RunSpec
-from hetero.tensor_files import Entry, read_entries
+from hetero.tensor_files import Entry, read_entries, read_metadata
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PART_FOLDER = "adapter-stage"  # where every stage keeps its own part, on its own machine
 PART_KEY = "hetero.part"  # in the metadata of a file that holds a stage's part
@@ -133,7 +133,15 @@ def _read_headers(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         )
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
-            raise ConfigError(f"adapter.init_from must be a folder of a PEFT adapter, found no {name} in {folder}")
+            hint = f"; did you mean {folder / 'adapter'}?" if (folder / "adapter" / name).is_file() else ""
+            raise ConfigError(
+                f"adapter.init_from must be a folder of a PEFT adapter, found no {name} in {folder}{hint}"
+            )
+    if _is_part(folder / WEIGHTS_FILE):
+        raise ConfigError(
+            f"adapter.init_from must be a whole adapter, got a stage's part in {folder}: RUN/adapter, or put the parts "
+            "together with python -m hetero.adapters merge --stages"
+        )
     try:
         theirs = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         if not isinstance(theirs, dict):
@@ -141,6 +149,13 @@ def _read_headers(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         return theirs, read_entries(folder / WEIGHTS_FILE)
     except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(f"adapter.init_from cannot be read: {folder}: {one_line(exc)}") from None
+
+
+def _is_part(file: Path) -> bool:
+    try:
+        return PART_KEY in read_metadata(file)
+    except (OSError, ValueError):
+        return False  # judged by whoever reads the tensors
 
 
 def _outer_sizes(found: dict[tuple[str, str, str], list[int]]) -> dict[str, list[int]]:

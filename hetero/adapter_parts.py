@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from hetero.adapter_files import CONFIG_FILE, PART_FOLDER, PART_KEY, WEIGHTS_FILE, StagePart
+from hetero.adapter_config import CONFIG_FILE
+from hetero.adapter_files import PART_FOLDER, PART_KEY, WEIGHTS_FILE, StagePart
 from hetero.errors import ConfigError
 from hetero.families import layer_of
 from hetero.folders import one_line

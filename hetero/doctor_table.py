@@ -27,7 +27,9 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         table.add_row(_plain(finding.machine), finding.check, state, cell)
     console.print(table)
     failed = sum(finding.state == "fail" for finding in diagnosis.findings)
-    console.print("nothing is wrong" if not failed else f"{failed} of {len(diagnosis.findings)} checks failed")
+    left_out = sum(finding.state == "not run" for finding in diagnosis.findings)
+    said = "nothing is wrong" if not failed else f"{failed} of {len(diagnosis.findings)} checks failed"
+    console.print(said + (f"; not run: {left_out}" if left_out else ""))
 
 
 def as_json(diagnosis: Diagnosis) -> str:

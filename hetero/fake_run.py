@@ -187,7 +187,7 @@ class FakeRun:
         if wanted:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
-            self._model.gradient_checkpointing_disable()
+            self._model.activation_checkpointing_disable()
 
     def layer(
         self, index: int, shape: Shape, *, dtype: torch.dtype, four_bit: bool, input_grad: bool, device_type: str

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from hetero.adapter_config import CONFIG_FILE
+from hetero.adapter_files import WEIGHTS_FILE
 from hetero.errors import ConfigError, HeteroError
 from hetero.fingerprint import difference, fingerprint
 from hetero.folders import write_folder

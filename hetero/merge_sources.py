@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hetero import adapters
-from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from hetero.adapter_config import CONFIG_FILE
+from hetero.adapter_files import WEIGHTS_FILE
 from hetero.adapter_parts import is_part, unite
 from hetero.checkpoint import CheckpointStore
 from hetero.errors import CheckpointError, ConfigError

@@ -52,7 +52,7 @@ def prepare(resolved: ResolvedRun) -> Prepared:
     base_name = str(resolved.model_folder) if resolved.local_model else config.model.path
     whole = models.meta_model(model_path)
     adapter = adapters.resolve(whole, spec.adapter, base_name)
-    log.info("adapter: %s trained parameters", f"{adapter.num_trained():,}")
+    log.info("adapter: %s", _adapter_line(resolved, adapter))
     if resolved.experts is not None:
         log.info(router_loss_line(config.model.router_aux_loss, resolved.experts, spec.router_loss))
     for note in adapter.notes:
@@ -63,6 +63,15 @@ def prepare(resolved: ResolvedRun) -> Prepared:
         pad_id = 0
     memory = _memory_at_rest(resolved, whole)
     return Prepared(model_path, data_set, evaluated, pad_id, adapter, initial, prompts, tokenizer, memory)
+
+
+def _adapter_line(resolved: ResolvedRun, adapter: adapters.ResolvedAdapter) -> str:
+    config = resolved.config
+    if config.task == "train":
+        return f"{adapter.num_trained():,} trained parameters"
+    if config.adapter.init_from is None:
+        return "none, the base model alone (adapter.init_from=RUN/adapter)"
+    return f"{adapter.num_trained():,} parameters of {config.adapter.init_from}"
 
 
 def _rows(resolved: ResolvedRun, tokenizer: Any | None) -> tuple[data.DataSet, tuple[data.Example, ...]]:

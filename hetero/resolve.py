@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from hetero import registry, store
+from hetero.adapter_config import with_its_adapter
 from hetero.adapter_rules import check_options
 from hetero.checked import convert
 from hetero.errors import ConfigError
@@ -138,7 +139,7 @@ def resolve(raw: dict[str, Any], *, shapes_dir: Path, for_drawing: bool = False)
     Raises:
         ConfigError: something cannot work.
     """
-    config = _for_task(convert(raw, Config))
+    config = with_its_adapter(_for_task(convert(raw, Config)))
     _check_objects(config)
     policy_for(config.schedule.name, 0, 1, 1, config.schedule.max_in_flight)
     raw_facts, folder = store.find_config(
@@ -191,7 +192,8 @@ def _for_task(config: Config) -> Config:
     """
     if config.task != "generate":
         if config.prompts:
-            raise ConfigError("prompts must be empty with task=train: task=generate, or loop.sample_prompts=[...]")
+            remedy = "task=generate, or loop.sample_prompts=[...]" if config.task == "train" else "task=generate"
+            raise ConfigError(f"prompts must be empty with task={config.task}: {remedy}")
         return config
     if not config.prompts:
         raise ConfigError("prompts must hold at least one prompt for task=generate: 'prompts=[\"Hello\"]'")

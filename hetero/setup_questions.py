@@ -115,15 +115,26 @@ def _asked_workers(known: Sequence[WorkerEntry], ask: Ask) -> list[WorkerEntry]:
     workers: list[WorkerEntry] = []
     for machine in _renamed(known, []):
         where = show_address(machine.host, machine.port)
-        if ask(f"use {machine.id} at {where}, which trained with this machine before? [Y/n] ").lower() in (
-            "",
-            "y",
-            "yes",
-        ):
+        if _yes(f"use {machine.id} at {where}, which trained with this machine before? [Y/n] ", ask):
             workers.append(machine)
-    while text := ask(f"{'another' if workers else 'a'} worker as {_WORKER_FORM} (empty: no more): "):
-        workers.append(worker_of(text))
+    wrong = ""  # a slip of the finger costs one answer, not all of them
+    while text := ask(f"{wrong}{'another' if workers else 'a'} worker as {_WORKER_FORM} (empty: no more): "):
+        try:
+            worker, wrong = worker_of(text), ""
+        except ConfigError as exc:
+            wrong = f"{exc}\n"
+            continue
+        if worker.id in {"local", *(other.id for other in workers)}:
+            wrong = f"ID must be a name of its own, and not local, which is this machine, got {worker.id}\n"
+        else:
+            workers.append(worker)
     return workers
+
+
+def _yes(question: str, ask: Ask) -> bool:
+    while (answer := ask(question).lower()) not in ("", "y", "yes", "n", "no"):
+        question = f"y or n, got {answer!r}: "
+    return answer in ("", "y", "yes")
 
 
 def chosen(flag: str, given: str | None, ask: Ask | None, question: str, default: str = "") -> str:

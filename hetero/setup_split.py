@@ -35,7 +35,8 @@ def cut_points(split: str, facts: ModelFacts, memory_gb: Sequence[float]) -> lis
     rising = all(a < b for a, b in itertools.pairwise([0, *points, layers]))
     if len(points) != stages - 1 or not rising:
         raise ConfigError(
-            f"--split must have {stages - 1} rising numbers from 1 to {layers - 1} for {stages} machines and "
+            f"--split must have {'1 number' if stages == 2 else f'{stages - 1} rising numbers'} from 1 to {layers - 1} "
+            f"for {stages} machines and "
             f"{layers} layers, got {split!r}"
         )
     return points

@@ -176,7 +176,7 @@ class LoopSpec(Struct, frozen=True, forbid_unknown_fields=True):
     trace_steps: Annotated[int, Meta(ge=0, le=1000)] = 3
     eval_every: Annotated[int, Meta(ge=1, extra=_EVAL_EVERY)] | None = None
     eval_batch_size: AtLeast1 | None = None
-    sample_prompts: list[PromptSpec] = []
+    sample_prompts: Annotated[list[PromptSpec], Meta(extra=_PROMPTS)] = []
 
     @property
     def eval_rows(self) -> int:
@@ -231,7 +231,9 @@ class Turn(Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
-PromptSpec = str | list[Turn]
+_PROMPT = {"remedy": "a text in quotes, or a conversation as [{role: user, content: 'Hello'}]"}
+_PROMPTS = {"remedy": 'a list of texts or conversations, as in \'["Hello", "Who are you?"]\''}
+PromptSpec = Annotated[str | list[Turn], Meta(extra=_PROMPT)]
 
 
 class GenerationLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -322,7 +324,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     worker: WorkerSpec
     outputs: Name
     logger: dict[str, dict[str, Any]] | None = None
-    prompts: list[PromptSpec] = []
+    prompts: Annotated[list[PromptSpec], Meta(extra=_PROMPTS)] = []
     generation: GenerationSpec = GenerationSpec()
     seed: AtLeast0 = 0
     task: Literal["train", "evaluate", "generate"] = "train"

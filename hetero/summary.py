@@ -82,7 +82,8 @@ def _sample_lines(result: RunResult) -> list[str]:
     ended = f"{len(samples) - len(cut)} ended by themselves"
     reasons = "".join(f", {cut.count(reason)} cut by {reason}" for reason in dict.fromkeys(cut))
     tokens = sum(len(sample.output_ids) for sample in samples)
-    return [f"{len(samples)} prompts answered with {tokens} tokens: {ended}{reasons}; texts: {result.samples_path}"]
+    prompts = "1 prompt" if len(samples) == 1 else f"{len(samples)} prompts"
+    return [f"{prompts} answered with {tokens} tokens: {ended}{reasons}; texts: {result.samples_path}"]
 
 
 def _mean_loss(records: list[dict[str, Any]]) -> float:

@@ -190,6 +190,7 @@ def test_text_stops_where_the_model_can_read_no_further_and_says_so(models: Any,
         (["task=generate", "prompts=[a]", "checkpoint.resume=latest"], "checkpoint.resume must be null"),
         (["task=generate", "prompts=[a]", "generation.top_p=0"], "generation.top_p must be"),
         (["task=generate", "prompts=[a]", "generation.max_new_tokens=0"], "generation.max_new_tokens must be"),
+        (["task=generate", "prompts=Hello"], "prompts must be array, got .Hello.; a list of texts"),
         (["task=generate", "prompts=[a]", "adapter.init_from=/nowhere"], "adapter.init_from must be a folder"),
     ],
 )

@@ -139,7 +139,8 @@ def test_known_machines_are_offered_and_told_apart(
     assert set_up(tmp_path, "--known", "--model", "tiny", "--split", "even") == 0
     text = (tmp_path / "hardware" / "mine.yaml").read_text()
     assert 'id: pc, host: "192.0.2.7"' in text and 'id: pc-2, host: "192.0.2.8"' in text
-    answers = iter(["asked", "n", "", "box=192.0.2.9", "", "tiny", "", "y"])
+    slips = ["what", "192.0.2.9", "local=192.0.2.9"]  # each costs one answer
+    answers = iter(["asked", slips[0], "n", "", *slips[1:], "box=192.0.2.9", "", "tiny", "", "y"])
     questions: list[str] = []
 
     def answer(question: str) -> str:
