@@ -74,7 +74,6 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         launched = None if goes_on else _launch(resolved, run_dir, secret, stack)
         display.doing("reading data and model")
         prepared = prepare(resolved)
-        stack.enter_context(drawn_beside(resolved, run_dir, prepared.memory))
         if not resolved.local_model:
             resolved = dataclasses.replace(resolved, commit=hub.commit_of(prepared.model_path))
         resolved = dataclasses.replace(resolved, generation=limits_of(prepared.prompts, resolved))
@@ -87,6 +86,7 @@ def coordinate(resolved: ResolvedRun, run_dir: Path) -> RunResult:
         start = resume.starting_point(beginning, settings, model, spec, prepared.adapter.shapes, eval_rows)
         start = start or StartingPoint(state=as_state(prepared.initial))
         resume.clean(beginning)
+        stack.enter_context(drawn_beside(resolved, run_dir, prepared.memory))
         if goes_on:
             launched = _launch(resolved, run_dir, secret, stack)
         if launched is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import rich
-from rich.console import Console
 from rich.table import Table
 
 from hetero.errors import ConfigError
@@ -18,8 +17,10 @@ from hetero.resolve import ResolvedRun
 from hetero.spec import Config
 from hetero.wire.tensors import MAX_KEPT_BYTES
 
-_FIGURES = ("weights", "adapter", "activations", "work", "links", "total", "memory")
-_WIDE, _FILE_WIDTH = 120, 160  # columns from which on frames have room; of a table in a file
+_COLUMNS = ("stage", "layers", "weights", "adapter", "in flight", "layer", "logits", "links", "total", "memory")
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# Columns: from which on numbers do not wrap, and cells have room to spare.
+_NARROW, _WIDE = 80, 104
 
 
 def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
@@ -33,7 +34,7 @@ def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
         ConfigError: a machine whose memory is known has too little; everything is shown before that.
     """
     memory, console = memory_of(resolved, shapes_dir), rich.get_console()
-    show_table(console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH), resolved, memory)
+    console.print(table_of(resolved, memory, console.width))
     for line in notes_of(resolved, memory):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     lacking = memory.lacking()
@@ -49,43 +50,61 @@ def dry_run(resolved: ResolvedRun, shapes_dir: Path) -> None:
     )
 
 
-def show_table(console: Console, resolved: ResolvedRun, memory: RunMemory) -> None:
-    """A row for each stage; where there is little width it has no frame, and fits into 80 columns."""
-    narrow = console.width < _WIDE
-    title = f"memory of each stage at its peak ({resolved.config.model.path})"
-    table = Table(title=title, title_justify="left")
-    if narrow:
-        table.box, table.padding = None, (0, 0, 1, 1)
-    between = "\n" if narrow else " "  # a kind and its size
-    for column in [f"stage{between}layers", *_FIGURES] if narrow else ["stage", "layers", *_FIGURES]:
-        table.add_column(column, justify="right" if column in _FIGURES else "left", overflow="fold")
+def table_of(resolved: ResolvedRun, memory: RunMemory, width: int = _WIDE) -> Table:
+    """A row for each stage, all sizes in one unit.
+
+    Args:
+        resolved: the run.
+        memory: its figures.
+        width: of the terminal in columns; 80 are enough.
+    """
+    in_gib = max(stage.total for stage in memory.stages) >= 4 << 30
+    table = Table(
+        title=f"memory of each stage at its peak, in {'GiB' if in_gib else 'MiB'} ({resolved.config.model.path})",
+        title_justify="left",
+        padding=(0, 1 if width >= _WIDE else 0),
+    )
+    for column in _COLUMNS:
+        words = column in ("stage", "layers")
+        no_wrap = column != "stage" and width >= _NARROW
+        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=no_wrap)
+
+    def show(num_bytes: int) -> str:
+        size = num_bytes / (1 << (30 if in_gib else 20))
+        return f"{size:.2f}" if in_gib else f"{size:.1f}" if size < 1000 else f"{size:.0f}"
+
     for stage in memory.stages:
         plan = resolved.stages[stage.index]
-        place = [f"{stage.index} {stage.id}", f"{plan.start}-{plan.end - 1}"]
-        work = {"layer": stage.layer_work} | ({"logits": stage.logits} if stage.logits else {})
         table.add_row(
-            *(["\n".join(place)] if narrow else place),
-            "\n".join(f"{kind}{between}{show_bytes(size)}" for kind, size in sorted(stage.weights.items())),
-            show_bytes(stage.adapter + stage.gradients + stage.optimizer),
-            f"{stage.in_flight} x{between}{show_bytes(stage.per_micro_batch)}",
-            "\n".join(f"{kind}{between}{show_bytes(size)}" for kind, size in work.items()),
-            show_bytes(stage.link_buffers),
-            show_bytes(stage.total),
-            "?" if stage.available is None else show_bytes(stage.available),
+            f"{stage.index} {stage.id}",
+            f"{plan.start}-{plan.end - 1}",
+            "\n".join(f"{_SHORT.get(kind, kind)} {show(size)}" for kind, size in sorted(stage.weights.items())),
+            show(stage.adapter + stage.gradients + stage.optimizer),
+            f"{stage.in_flight} x {show(stage.per_micro_batch)}",
+            show(stage.layer_work),
+            show(stage.logits) if stage.logits else "",
+            show(stage.link_buffers),
+            show(stage.total),
+            "?" if stage.available is None else show(stage.available),
         )
-    console.print(table)
+    return table
 
 
 def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
     """What the columns mean, and what each link carries."""
-    loop, shape = resolved.config.loop, memory.shape
+    loop, shape, task = resolved.config.loop, memory.shape, resolved.config.task
+    if task != "train":
+        yield f"the figures are of task=train; task={task} holds no gradients and no optimizer state" + (
+            ", and keys and values of all layers for each prompt" if task == "generate" else ""
+        )
     yield (
         f"a step: {memory.micro_batches} micro-batches of {shape.rows} x {shape.length} tokens "
         f"(loop.microbatch_size x data.max_length); recompute: {loop.recompute}"
     )
     yield (
-        "adapter: values, gradients and optimizer state; activations: micro-batches in flight x what each holds; "
-        f"work: the larger of the two; total: with {show_bytes(RUNTIME_BYTES)} for the programs"
+        "adapter: values, gradients and optimizer state; in flight: micro-batches x the activations that each holds; "
+        "layer, logits: work on one of them, of which the larger counts; "
+        f"total: with {show_bytes(RUNTIME_BYTES)} for the programs"
     )
     if any("cpu" in stage.machine for stage in memory.stages):
         yield (
@@ -96,6 +115,11 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
         yield (
             f"links: with receive buffers that are kept where rows differ in length, {show_bytes(MAX_KEPT_BYTES)} a "
             "machine at most"
+        )
+    if (loop.eval_batch_size or 0) > shape.rows:
+        yield (
+            f"an evaluation's micro-batches of {loop.eval_batch_size} rows (loop.eval_batch_size) are not in it; they "
+            "hold no activations for a backward"
         )
     if any(stage.available is None for stage in memory.stages):
         yield "memory ?: give memory_gb in the machine's entry under hardware to have it compared"
@@ -110,9 +134,16 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
 
 
 def advice(resolved: ResolvedRun, memory: RunMemory, shapes_dir: Path) -> Iterator[str]:
-    """For each machine with too little memory: what one change at a time would make of it, by the same figures."""
+    """For each machine with too little memory: what one change at a time would make of it, by the same figures.
+
+    Where no one of them would do, what all of them together would that leave the result as it is but for rounding and
+    the 4 bits.
+    """
     changes = list(_changes(resolved.config, memory))
     tried = [(text, memory_of(_with(resolved, config), shapes_dir)) for text, config in changes]
+    if not any(set(memory.lacking()) - set(changed.lacking()) for _, changed in tried):
+        text, config = _together(resolved.config, memory)
+        tried.append((text, memory_of(_with(resolved, config), shapes_dir)))
     for machine, lack in memory.lacking().items():
         yield f"{machine} lacks {show_bytes(lack)}; one change at a time:"
         for text, changed in tried:
@@ -138,6 +169,18 @@ def _changes(config: Config, memory: RunMemory) -> Iterator[tuple[str, Config]]:
         yield f"data.max_length={half}", replace(config, data=replace(config.data, max_length=half))
     if any(kind != "nf4" for stage in memory.stages for kind in stage.weights) and config.model.quantization != "nf4":
         yield "model.quantization=nf4", replace(config, model=replace(config.model, quantization="nf4"))
+
+
+def _together(config: Config, memory: RunMemory) -> tuple[str, Config]:
+    """All knobs but the rows' length, turned one after the other."""
+    said: list[str] = []
+    wanted = ("loop.recompute=layer", "loop.microbatch_size=1", "schedule.max_in_flight=1", "model.quantization=nf4")
+    for knob in wanted:
+        turned = dict(_changes(config, memory))
+        if knob in turned:
+            config = turned[knob]
+            said.append(knob)
+    return " ".join(said), config
 
 
 def _with(resolved: ResolvedRun, config: Config) -> ResolvedRun:

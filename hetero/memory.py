@@ -124,8 +124,11 @@ class RunMemory:
         wanted: Counter[str] = Counter()
         for stage in self.stages:
             wanted[stage.machine] += stage.total
-        has = {stage.machine: stage.available for stage in self.stages}
-        return {m: n - limit for m, n in wanted.items() if (limit := has[m]) is not None and n > limit}
+        has: dict[str, int] = {}
+        for stage in self.stages:
+            if stage.available is not None:  # of one machine's entries the strictest counts
+                has[stage.machine] = min(stage.available, has.get(stage.machine, stage.available))
+        return {m: n - has[m] for m, n in wanted.items() if m in has and n > has[m]}
 
 
 def memory_of(resolved: ResolvedRun, shapes_dir: Path) -> RunMemory:

@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.dtype and not given.full:
         parser.error("--dtype needs --full")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # notes on kernels that it can do without
     try:
         load_peft(four_bit=False)
         _refuse_existing(given.out)

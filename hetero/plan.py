@@ -24,6 +24,7 @@ def resolve_plan(config: Config, num_hidden_layers: int) -> tuple[list[StageSpec
     """
     plan, hardware = config.shard_plan, config.hardware
     _check_ids(hardware)
+    _check_one_way(plan)
     if plan.stages is not None:
         stages = list(plan.stages)
         check_stages(stages, num_hidden_layers)
@@ -51,14 +52,18 @@ def resolve_plan(config: Config, num_hidden_layers: int) -> tuple[list[StageSpec
     return stages, workers
 
 
-def _split_points(plan: ShardPlanSpec, hardware: HardwareSpec, num_layers: int) -> list[int]:
-    """Where stages after the first begin."""
+def _check_one_way(plan: ShardPlanSpec) -> None:
+    """Of several ways to say where the cuts are, one would win in silence."""
     given = [name for name in ("stages", "split_points", "num_stages") if getattr(plan, name) is not None]
     if len(given) != 1:
         raise ConfigError(
             "shard_plan must give exactly one of stages, split_points and num_stages, "
             f"got {' and '.join(given) or 'none of them'}"
         )
+
+
+def _split_points(plan: ShardPlanSpec, hardware: HardwareSpec, num_layers: int) -> list[int]:
+    """Where stages after the first begin."""
     if plan.split_points is not None:
         points = plan.split_points
         if any(not 0 < p < num_layers for p in points) or any(a >= b for a, b in itertools.pairwise(points)):

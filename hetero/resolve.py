@@ -118,13 +118,19 @@ class ResolvedRun:
         )
 
     def evenly_over(self, workers: list[WorkerEntry]) -> ResolvedRun:
-        """The same run on other machines, each with as many layers as the others."""
+        """The same run on other machines, each with as many layers as the others and in the numbers that it had."""
         config = msgspec.structs.replace(
             self.config,
             hardware=msgspec.structs.replace(self.config.hardware, workers=workers),
             shard_plan=ShardPlanSpec(num_stages=1 + len(workers)),
         )
         stages, _ = resolve_plan(config, self.facts.num_hidden_layers)
+        before = {stage.id: stage for stage in self.stages[1:]}
+        for index, stage in enumerate(stages):
+            own = before.get(stage.id, stage) if index else self.stages[0]
+            stages[index] = msgspec.structs.replace(
+                stage, device=own.device, dtype=own.dtype, quantization=own.quantization
+            )
         return dataclasses.replace(self, config=config, stages=stages, workers=workers)
 
 

@@ -92,8 +92,8 @@ def say_what_differs(snapshot: Snapshot, spec: RunSpec) -> None:
             spec.total_steps,
         )
     numbers = {"loop.microbatch_size": spec.loop.microbatch_size, "numbers": _numbers(spec)}
-    if snapshot.about.get("numbers") not in (None, numbers):
-        log.warning("micro-batch size or dtypes differ from before: results will not be equal to the last bit")
+    if (before := snapshot.about.get("numbers")) not in (None, numbers):
+        log.warning("%s", _other_numbers(before, numbers))
 
 
 def check_model(snapshot: Snapshot, folder: Path, model: Mapping[str, str]) -> None:
@@ -166,12 +166,35 @@ def about_of(
     }
 
 
+def _other_numbers(before: Any, now: dict[str, Any]) -> str:
+    """What becomes of a run whose stages compute with other numbers than before."""
+    before = before if isinstance(before, dict) else {}
+    changed = [key for key in now if before.get(key) != now[key]]
+    said = ", ".join(f"{key} was {_in_words(before.get(key))} and is {_in_words(now[key])}" for key in changed)
+    in_4_bits = ["nf4" in _in_words(about.get("numbers")) for about in (before, now)]
+    if in_4_bits[0] != in_4_bits[1]:
+        return (
+            f"{said}: 4 bits are another base than 16 or 32, so the loss may jump, and is not that of an unbroken run"
+        )
+    return f"{said}: results will not be equal to the last bit"
+
+
+def _in_words(value: Any) -> str:
+    words = (
+        [str(one).removesuffix(" none").removesuffix(" None") for one in value] if isinstance(value, list) else [value]
+    )
+    return " and ".join(map(str, words))
+
+
 def _numbers(spec: RunSpec) -> list[Any]:
     """What rounding depends on, each once: a split alone changes nothing."""
     found = {f"{stage.dtype} {stage.quantization}" for stage in spec.stages}
     for dtype, left, right in zip(spec.boundary_dtypes, spec.stages, spec.stages[1:], strict=False):
         if {left.dtype, right.dtype} != {dtype}:
             found.add(f"{dtype} between stages")
+    if len({stage.quantization for stage in spec.stages}) > 1:  # then a split does change something
+        in_4_bits = [layer for s in spec.stages if s.quantization == "nf4" for layer in range(s.start, s.end)]
+        found.add("nf4 in layers " + ", ".join(map(str, in_4_bits)))
     return sorted(found)
 
 

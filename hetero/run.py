@@ -201,7 +201,8 @@ class Run:
         stages += [(printable(synced[i].device), printable(synced[i].dtype)) for i in sorted(synced)]
         self.result.stages = stages
         for plan, (device_name, dtype) in zip(spec.stages, stages, strict=True):
-            log.info("stage %s: layers [%d, %d) on %s in %s", plan.id, plan.start, plan.end, device_name, dtype)
+            numbers = plan.numbers(dtype)
+            log.info("stage %s: layers [%d, %d) on %s in %s", plan.id, plan.start, plan.end, device_name, numbers)
         return member
 
     def _train(self, session: CoordinatorSession, member: Member, step: int) -> None:

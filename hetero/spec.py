@@ -99,6 +99,10 @@ class StageSpec(Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Quantization | None = None
     is_last: bool | None = None
 
+    def numbers(self, dtype: str) -> str:
+        """What it computes in, and what it holds its weights in where that is something else; for people."""
+        return dtype if self.quantization in (None, "none") else f"{dtype}, weights in {self.quantization}"
+
 
 class ShardPlanSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A shard plan as written: explicit stages, cut points, or a number of stages; exactly one of them."""

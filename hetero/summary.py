@@ -96,14 +96,14 @@ def _stage_line(result: RunResult, index: int) -> str:
     ids = [stage.id for stage in result.spec.stages]
     records = [record for record in result.records if [stage["id"] for stage in record["stages"]] == ids]
     if not records:
-        return f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {dtype}"
+        return f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {plan.numbers(dtype)}"
     elapsed = sum(record["step_time_s"] for record in records)
     mine = [record["stages"][index] for record in records]
     busy, wait = sum(stage["busy_s"] for stage in mine), sum(stage["wait_s"] for stage in mine)
     sent = sum(stage["bytes_sent"] for stage in mine) / len(mine) / 2**20
     memory = max(stage["memory_bytes"] for stage in mine) / 2**20
     return (
-        f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {dtype}; "
+        f"  stage {index} {plan.id}: layers [{plan.start}, {plan.end}) on {device} in {plan.numbers(dtype)}; "
         f"computing {busy / elapsed:.0%}, idle {1 - busy / elapsed:.0%} (waiting {wait / elapsed:.0%}); "
         f"sends {sent:.2f} MiB/step; "
         f"peak memory {memory:,.0f} MiB"

@@ -143,6 +143,10 @@ def stages_of(*parts: tuple[str, int, int]) -> list[StageSpec]:
         ({"num_stages": 4}, "one for each of the 2 hardware.workers, got 4 stages"),
         ({"num_stages": 2, "split_points": [3]}, "exactly one of .* got split_points and num_stages"),
         ({}, "exactly one of stages, split_points and num_stages, got none"),
+        (
+            {"stages": [StageSpec(id="local", start=0, end=6)], "split_points": [3]},
+            "exactly one of .* got stages and split_points",
+        ),
     ],
 )
 def test_plan_that_cannot_work_is_refused_by_place_and_value(plan: dict[str, Any], message: str) -> None:

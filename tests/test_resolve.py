@@ -126,3 +126,22 @@ print(sorted({"torch", "transformers", "peft", "datasets", "bitsandbytes"} & sys
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_machines_that_take_over_layers_hold_them_in_their_own_numbers() -> None:
+    """The small one stays in 4 bits when the plan is made anew."""
+    workers = "hardware.workers=[{id: small, host: a.lan}, {id: gone, host: b.lan}, {id: big, host: c.lan}]"
+    stages = [
+        f"{{id: {name}, start: {i}, end: {i + 1}, {more}}}"
+        for i, (name, more) in enumerate(
+            [("local", "dtype: bfloat16"), ("small", "quantization: nf4"), ("gone", "quantization: nf4")]
+        )
+    ]
+    plan = f"+shard_plan.stages=[{', '.join(stages)}, {{id: big, start: 3, end: 6}}]"
+    before = resolved(workers, "hardware.launch=none", "shard_plan=even", "shard_plan.num_stages=null", plan)
+    after = before.evenly_over([before.workers[0], before.workers[2]])
+    assert [(s.id, s.start, s.end, s.dtype, s.quantization) for s in after.stages] == [
+        ("local", 0, 2, "bfloat16", "none"),
+        ("small", 2, 4, "float32", "nf4"),
+        ("big", 4, 6, "float32", "none"),
+    ]

@@ -130,9 +130,35 @@ def test_what_changes_rounding_is_allowed_with_a_warning(
     else:
         before, now = spec, changed(spec, place, 2)
     check(before, now)
-    assert caplog.messages == [
-        "micro-batch size or dtypes differ from before: results will not be equal to the last bit"
-    ]
+    what = {
+        "dtypes": "numbers was float32 and is bfloat16 and float32 and float32 between stages",
+        "loop.microbatch_size": f"loop.microbatch_size was {before.loop.microbatch_size} and is 2",
+    }[place]
+    assert caplog.messages == [f"{what}: results will not be equal to the last bit"]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["all_stages", "other_layers"])
+def test_base_in_other_bits_is_said_to_be_another_one(
+    spec: RunSpec, mixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A split alone changes nothing, but it does where stages hold their layers in different numbers."""
+
+    def held(*stages: tuple[int, int, str]) -> RunSpec:
+        made = [
+            msgspec.structs.replace(spec.stages[0], start=a, end=b, dtype="float32", quantization=kind)  # type: ignore[arg-type]
+            for a, b, kind in stages
+        ]
+        return msgspec.structs.replace(spec, stages=made)
+
+    before = held((0, 2, "nf4"), (2, 6, "none")) if mixed else held((0, 2, "nf4"), (2, 6, "nf4"))
+    now = held((0, 3, "nf4"), (3, 6, "none")) if mixed else held((0, 2, "none"), (2, 6, "none"))
+    check(before, now)
+    (said,) = caplog.messages
+    assert "nf4" in said and ("loss may jump" in said) != mixed
+    assert "numbers was float32 nf4 and is float32:" in said or "nf4 in layers 0, 1, 2:" in said
+    caplog.clear()
+    check(held((0, 2, "nf4"), (2, 6, "nf4")), held((0, 4, "nf4"), (4, 6, "nf4")))
+    assert caplog.messages == []
 
 
 def test_more_steps_are_said_with_their_rule_and_fewer_than_done_are_refused(
