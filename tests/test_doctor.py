@@ -105,6 +105,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- the self-test
 
 
+@pytest.mark.by_hand
 def test_self_test_passes_here_and_writes_what_can_be_shared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

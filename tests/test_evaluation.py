@@ -390,7 +390,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(overrides: list[str], m
         ([{"colour": "red"}], r"eval\.jsonl line 1 must have the keys of"),
         ([{"input_ids": [5, 999], "labels": [5, 999]}], r"eval\.jsonl line 1: input_ids: token id 999 >= vocab"),
         ([{"input_ids": [5, 6], "labels": [-100, -100]}], r"data\.eval_path must hold a row to evaluate on"),
-        ([], r"data\.eval_path must hold at least one row, got the empty file"),
+        ([], r"data\.eval_path must be a file of JSON lines with at least one row, got .*eval\.jsonl, which is empty"),
     ],
 )
 def test_bad_rows_are_refused_before_any_worker_is_asked(

@@ -349,9 +349,9 @@ def test_worker_listens_on_no_address_that_others_reach(tmp_path: Path, host: st
 
 @pytest.mark.slow
 def test_killed_worker_binds_its_port_again_at_once(tmp_path: Path) -> None:
-    """Case F01: five times, each time with a connection open, so that the port is still known to the kernel."""
+    """Case F01: three times, each time with a connection open, so that the port is still known to the kernel."""
     port = 0
-    for _ in range(5):
+    for _ in range(3):
         with worker(tmp_path, port=port) as one:
             port = one.port
             with socket.create_connection(("127.0.0.1", port), timeout=END_S):
