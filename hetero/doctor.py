@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def _diagnose(overrides: Sequence[str], config_dir: Path | None, *, as_json: boo
 def _self_test(file: Path, device: str, *, as_json: bool) -> int:
     from hetero.self_test import self_test, show_report, write_report
 
+    # Libraries' notes to their own developers, as the scripts leave them out.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     report = self_test(device)
     write_report(report, file)
     sys.stdout.write(file.read_text(encoding="utf-8") if as_json else show_report(report, file))
