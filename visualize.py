@@ -24,7 +24,7 @@ def visualize(raw: dict[str, Any], run_dir: Path) -> None:
     memory = memory_of(resolved, SHAPES_DIR)
     for path in write_diagrams(resolved, place, memory, formats):
         log.info("%s", path)
-    if not place.suffix:  # a folder
+    if not place.suffix and formats is None:  # a folder, for all that can be made
         for path in write_planned_step(resolved, times, memory, place):
             log.info("%s", path)
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 
 from hetero import models
 from hetero.kv_cache import stage_cache
+from hetero.peft_import import load_peft
 from hetero.stage import Stage
 from hetero.token_loss import logits_of
 
@@ -84,6 +83,10 @@ def evaluating(stage: Stage, *, base_only: bool = False) -> Iterator[None]:
 
 
 def _switch_adapter(stage: Stage, on: bool) -> None:
+    load_peft(four_bit=False)  # once 4 bits are in play it knows them already
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
     trains = {key: parameter.requires_grad for key, parameter in stage.trained.items()}
     for module in stage.model.modules():
         if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):

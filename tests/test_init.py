@@ -45,6 +45,7 @@ def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def known() -> Iterator[None]:
+    machines_file().unlink(missing_ok=True)  # what other tests have left
     remember([WorkerEntry(id="pc", host="192.0.2.7"), WorkerEntry(id="pc", host="192.0.2.8")])
     yield
     machines_file().unlink()

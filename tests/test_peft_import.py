@@ -43,3 +43,11 @@ def test_bitsandbytes_comes_in_when_it_is_needed_and_not_before() -> None:
         [sys.executable, "-c", CODE], cwd=REPO, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "done", done.stderr
+
+
+def test_starting_a_run_imports_neither() -> None:
+    code = "import sys, hetero.coordinate, hetero.work; print(sorted({'peft', 'bitsandbytes'} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ def test_every_session_has_a_higher_epoch(caplog: pytest.LogCaptureFixture) -> N
         resolved=types.SimpleNamespace(config=types.SimpleNamespace(recovery=RecoverySpec(wait_s=60))),
         start=types.SimpleNamespace(step=0, state={}),
         launched=None,
+        spec=None,
+        result=types.SimpleNamespace(adapter_dir=Path("run/adapter")),
+        _tracing=types.SimpleNamespace(write=lambda *_: None),
         stop=Stop(),
         _joined=True,
         _session=session,

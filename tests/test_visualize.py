@@ -156,7 +156,18 @@ def test_sweep_gives_each_job_its_own_files(tmp_path: Path, output: str | None) 
         (["format=[mermaid,svg]"], 0, ["architecture.mmd", "architecture.svg"]),
         (["format=all"], 2, ["architecture.dot", "architecture.html", "architecture.mmd", "architecture.svg"]),
         (["format=png"], 2, []),
-        ([], 0, ["architecture.dot", "architecture.html", "architecture.mmd", "architecture.svg"]),
+        (
+            [],
+            0,
+            [
+                "architecture.dot",
+                "architecture.html",
+                "architecture.mmd",
+                "architecture.svg",
+                "timeline.json",
+                "timeline.svg",
+            ],
+        ),
     ],
 )
 def test_formats_that_are_asked_for_are_drawn_and_one_that_cannot_be_fails(
