@@ -167,7 +167,7 @@ def composed(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict
     Raises:
         ConfigError: they cannot be composed.
     """
-    OmegaConf.register_new_resolver("hetero_root", lambda: str(root()), replace=True)
+    register_resolvers()
     further = [f"file://{folder.resolve()}" for folder in config_dirs]
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
