@@ -438,6 +438,29 @@ def test_sending_and_closing_after_the_end_do_nothing() -> None:
         assert [len([e for e in events.all if isinstance(e, Closed)]) for events in (up, down)] == [1, 1]
 
 
+def test_frame_sent_while_the_end_is_only_just_noticed_is_dropped() -> None:
+    """What the sender hears is why the connection ended, not that it did something wrong."""
+    with pair("link", flow=make_flow) as (up, down, told, _):
+        noticed, sent = threading.Event(), threading.Event()
+        received_eof = up.connection.received_eof
+
+        def eof() -> None:
+            received_eof()
+            noticed.set()
+            assert sent.wait(DEADLINE_S)
+
+        up.connection.received_eof = eof  # type: ignore[method-assign]
+        down.close()
+        assert noticed.wait(DEADLINE_S)
+        try:
+            up.send(T.FORWARD, EXAMPLES[T.FORWARD][0])
+            up.send_last(T.ERROR, Fault(reason="nothing"))
+        finally:
+            sent.set()
+        error = told.closed().error
+        assert isinstance(error, PeerError) and error.reason == "closed the connection"
+
+
 def test_link_that_never_started_is_closed_too() -> None:
     left, right = link_pair(TcpTransport(), Events(), Events())
     sockets = [*(link._socket for link in (left, right)), left._wake_sender, left._wake_receiver]

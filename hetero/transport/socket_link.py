@@ -80,7 +80,7 @@ class SocketLink:
             LocalProtocolError: the frame may not be sent now.
         """
         with self._lock:
-            if self._ended or self._closing:
+            if self._is_over():
                 return
             was_idle = not self._outbox
             frame = self.connection.send(type_, header, payload)
@@ -95,7 +95,7 @@ class SocketLink:
         Behind a queue of tensors they would not be sent before the connection closes.
         """
         with self._lock:
-            if self._ended or self._closing:
+            if self._is_over():
                 return
             self._outbox.drop_unbegun()
             self._outbox.add(self.connection.send(type_, header))
@@ -148,6 +148,10 @@ class SocketLink:
         # Under the lock, since a number of a closed socket may be another's already. Full: it wakes anyway.
         with self._lock, contextlib.suppress(OSError):
             self._wake_sender.send(b"\0")
+
+    def _is_over(self) -> bool:
+        """Nothing is sent any more; the peer's end counts from when it came, before this side has dealt with it."""
+        return self._ended or self._closing or self.connection.state is ConnectionState.CLOSED
 
     def _close_sockets(self) -> None:
         for end in (self._socket, self._wake_receiver, self._wake_sender):
