@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import resource
 import sys
@@ -15,18 +14,12 @@ import torch
 
 from hetero import host_memory
 from hetero.errors import ConfigError
+from hetero.heap import Heap
 
 # The default generator of a device belongs to the process; whoever keys it holds this lock while its draws last.
 _GENERATOR_LOCK = threading.RLock()
 
 _MPS_SLACK_BYTES = 256 << 20  # that torch's cache on MPS may hold besides twice of what is in use
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-# Sizes of a block from which on glibc returns it at once: its default, where its own rule ends up, and never.
-_RETURNED, _LARGE, _KEPT = 128 << 10, 32 << 20, 1 << 30
-# What is kept made a process up to 1.9 times as large. So it is kept where 2.5 times of what it held at most is left,
-# and no longer where that falls below 1.
-_PLENTY, _SCARCE = 2.5, 1.0
 
 
 def available_types() -> list[str]:
@@ -65,7 +58,7 @@ class Device:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self._keeps, self._plenty = _RETURNED, False
+        self._heap = Heap()
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -92,29 +85,17 @@ class Device:
         """What it is, for people."""
         return f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False) or 1} cores"
 
-    def begin_training(self, *, four_bit: bool) -> None:
-        """A stage is about to be built here.
+    def begin_training(self) -> None:
+        """A stage is about to be built here: from now on memory that it frees stays within a bound, see `heap`."""
+        self._heap.begin()
 
-        From then on large blocks that it frees go back to the system at once (where the C library is GNU's, whose heap
-        would else grow by what lies scattered in it), so that the process holds what the dry run says. Where plenty is
-        left after a step, they are kept for the next tensors instead: pages that the kernel has to clear again were
-        6 to 8 % of a step of SmolLM2's last stage.
+    def between_layers(self) -> None:
+        """Gives back memory that its allocator holds without need, before a layer adds to it."""
+        self._heap.bound()
 
-        Args:
-            four_bit: matrices in 16 bits come and go at each 4-bit one; large blocks would scatter and are not kept.
-        """
-        self._keeps, self._plenty = _LARGE if four_bit else _KEPT, False
-        _return_blocks_of(_RETURNED)
-
-    def tidy(self) -> None:
-        """Between two steps: gives back memory that its allocator holds and that may be wanted elsewhere.
-
-        On a CPU by need: what is freed is kept as long as there is plenty.
-        """
-        needed = self.memory_bytes() * (_SCARCE if self._plenty else _PLENTY)
-        if (plenty := self.available_memory_bytes() >= needed) != self._plenty:
-            self._plenty = plenty
-            _return_blocks_of(self._keeps if plenty else _RETURNED)
+    def end_step(self) -> None:
+        """Between two steps: nothing is in flight."""
+        self._heap.end_step()
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
@@ -175,11 +156,14 @@ class CudaDevice(Device):
         """The card's name."""
         return str(torch.cuda.get_device_name(self.torch_device))
 
-    def begin_training(self, *, four_bit: bool) -> None:
+    def begin_training(self) -> None:
         """torch's allocator keeps what is freed on the card."""
 
-    def tidy(self) -> None:
+    def between_layers(self) -> None:
         """torch's allocator has blocks of few sizes on a card."""
+
+    def end_step(self) -> None:
+        """As between two layers."""
 
     def synchronize(self) -> None:
         """Waits until all queued work is done."""
@@ -219,10 +203,13 @@ class MpsDevice(Device):
         """What is left of the memory that the driver recommends not to exceed."""
         return max(0, self.total_memory_bytes() - int(torch.mps.driver_allocated_memory()))
 
-    def begin_training(self, *, four_bit: bool) -> None:
-        """torch's allocator keeps what is freed on the GPU, see `tidy`."""
+    def begin_training(self) -> None:
+        """torch's allocator keeps what is freed on the GPU, see `end_step`."""
 
-    def tidy(self) -> None:
+    def between_layers(self) -> None:
+        """Once a step is enough, see `end_step`."""
+
+    def end_step(self) -> None:
         """Unequal rows fill torch's cache with blocks of many sizes, which memory shared with the CPU cannot afford."""
         held, used = torch.mps.driver_allocated_memory(), torch.mps.current_allocated_memory()
         if held > 2 * used + _MPS_SLACK_BYTES:
@@ -239,14 +226,3 @@ class MpsDevice(Device):
     def generator(self) -> torch.Generator:
         """The GPU's default generator."""
         return torch.mps._get_default_mps_generator()
-
-
-def _return_blocks_of(num_bytes: int) -> None:
-    """From which size on freed blocks go back to the system; what is free already goes back where that is little."""
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if library is None or not hasattr(library, "mallopt"):
-        return
-    for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        library.mallopt(setting, num_bytes)  # the setting stays as it is where this C library does not allow the value
-    if num_bytes == _RETURNED and hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)

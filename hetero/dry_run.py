@@ -107,10 +107,7 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
         f"total: with {show_bytes(RUNTIME_BYTES)} for the programs"
     )
     if any("cpu" in stage.machine for stage in memory.stages):
-        yield (
-            "on a CPU weights in the checkpoint's own numbers are mapped from the file and can be dropped again; "
-            "what is freed is kept where over twice of all this is left, and may be as much again as the activations"
-        )
+        yield "on a CPU weights in the checkpoint's own numbers are mapped from the file and can be dropped again"
     if resolved.config.data.source != "pydocs" and len(memory.stages) > 1:
         yield (
             f"links: with receive buffers that are kept where rows differ in length, {show_bytes(MAX_KEPT_BYTES)} a "

@@ -85,6 +85,7 @@ class Stage:
         if recompute == "layer" or (recompute == "stage" and self.is_last):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._key_dropout(start, end)
+        self._bound_memory(start, end)
 
     def forward(
         self, step: int, micro_batch: int, batch: dict[str, torch.Tensor], label_tokens: int
@@ -214,7 +215,7 @@ class Stage:
         self._in_flight.clear()
         if self.router is not None:
             self.router.end_step()
-        self.device.tidy()
+        self.device.end_step()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Global key -> the trained tensor's value on the host, a copy."""
@@ -233,6 +234,7 @@ class Stage:
         """Sum over this micro-batch's label tokens / label tokens of the whole step; logits only where a label is."""
         targets = labels[:, 1:]
         keep = targets != IGNORED_LABEL
+        self.device.between_layers()
         return token_loss(
             self.model.get_output_embeddings(),
             hidden[:, :-1][keep],
@@ -266,6 +268,21 @@ class Stage:
             for name in family_of(self.model.config.model_type).identity_after_first:
                 getattr(base, name).register_forward_pre_hook(partial(self._seed_for, name))
 
+    def _bound_memory(self, start: int, end: int) -> None:
+        """Lets the device see to its memory before each layer, forward and backward; `_loss` does before the head."""
+        layers = models.layers_of(self.model)
+        for index in range(start, end):
+            layers[index].register_forward_pre_hook(self._before_layer)
+            layers[index].register_forward_hook(self._after_layer)
+
+    def _before_layer(self, *_: Any) -> None:
+        self.device.between_layers()
+
+    def _after_layer(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(self._before_layer)  # the layer's backward begins
+
     def _seed_for(self, what: int | str, *_: Any) -> None:
         if self._generator is not None:
             self._generator.manual_seed(key64(self._seed, "dropout", *self._now, what))
@@ -285,7 +302,7 @@ def build_stage(spec: RunSpec, index: int, model_path: Path, device: Device) -> 
     """
     plan = spec.stages[index]
     quantization = plan.quantization or spec.model.quantization
-    device.begin_training(four_bit=quantization == "nf4")
+    device.begin_training()
     dtype_name = plan.dtype or spec.model.dtype
     device.check_dtype(dtype_name, key=f"shard_plan.stages[{index}].dtype")
     resolved = adapters.resolve(models.meta_model(model_path), spec.adapter, spec.model.path)

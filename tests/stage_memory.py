@@ -1,8 +1,7 @@
-"""A worker's process whose anonymous memory is watched while it loads a stage and takes two steps (Linux).
+"""A worker's process whose anonymous memory is watched while it loads a stage and takes STEPS steps (Linux).
 
-`python stage_memory.py MODEL_FOLDER SPEC_JSON STAGE HEAP`: prints the peak in bytes over that of the process when it
-was warm, which is after all imports and a step of the tiny model in the same numbers. HEAP is `plenty` for a machine
-that has more than enough memory left, so that a worker keeps what it frees, or `scarce` for one that has not.
+`python stage_memory.py MODEL_FOLDER SPEC_JSON STAGE STEPS`: prints the peak in bytes over that of the process when it
+was warm, which is after all imports and a step of the tiny model in the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import msgspec
 import torch
 
 from hetero import registry, tiny
-from hetero.device import Device, resolve
+from hetero.device import resolve
 from hetero.schedule import policy_for
 from hetero.spec import RunSpec, StageSpec
 from hetero.stage import Stage, build_stage
@@ -107,14 +106,12 @@ def warm_up(spec: RunSpec) -> None:
 def main() -> None:
     folder, spec, index = Path(sys.argv[1]), RunSpec.from_json(sys.argv[2].encode()), int(sys.argv[3])
     torch.set_num_threads(1)
-    left = {"plenty": 1 << 50, "scarce": 0}[sys.argv[4]]
-    Device.available_memory_bytes = lambda self: left  # type: ignore[method-assign]
     warm_up(spec)
     before, watch = anonymous_bytes(), Watch()
     with watch.on():
         stage = build_stage(spec, index, folder, resolve("cpu"))
         loaded, loading, watch.peak = anonymous_bytes(), watch.peak, 0
-        take_steps(spec, index, stage, 2)
+        take_steps(spec, index, stage, int(sys.argv[4]))
     print(json.dumps({"loading": loading - before, "loaded": loaded - before, "peak": watch.peak - before}))
 
 

@@ -1,11 +1,9 @@
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from processes import REPO
 
 from hetero import device
 from hetero.device import Device, available_types, resolve
@@ -178,42 +176,3 @@ def test_every_kind_of_device_answers_every_question() -> None:
     asked = {name for name in vars(Device) if not name.startswith("__")}
     for kind in (device.CudaDevice, device.MpsDevice):
         assert {name for name in vars(kind) if not name.startswith("__")} <= asked
-
-
-# ---- what is freed
-
-
-_PROCESS = """
-import sys
-from pathlib import Path
-import torch
-from hetero.device import Device, resolve
-left = int(sys.argv[1])
-Device.available_memory_bytes = lambda self: left
-cpu = resolve("cpu")
-cpu.begin_training(four_bit=False)
-def held():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-def step():
-    before = held()
-    torch.ones(16 << 20); cpu.tidy()
-    return held() - before
-print(step(), step(), end=" ")
-left = 0
-cpu.tidy(); cpu.tidy()
-print(step())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own settings")
-@pytest.mark.parametrize("left", [0, 1 << 50], ids=["scarce", "plenty"])
-def test_freed_memory_is_kept_where_there_is_plenty_alone(left: int) -> None:
-    """64 MiB are made and freed: in the first step nothing is kept, and no longer when memory becomes scarce."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROCESS, str(left)], capture_output=True, text=True, timeout=60, cwd=REPO
-    )
-    assert done.returncode == 0, done.stderr
-    first, second, scarce = map(int, done.stdout.split())
-    assert first < 8 << 20 and scarce < 8 << 20
-    assert (second > 60 << 20) == (left > 0)

@@ -265,12 +265,11 @@ def test_ready_made_plans_have_figures(plan: str) -> None:
 PROCESS = ["adapter.target_modules=all-linear", "adapter.r=16", "loop.microbatch_size=2", "data.max_length=256"]
 
 
-def watched(folder: Path, stored: str, *overrides: str, left: str = "scarce") -> list[tuple[int, int]]:
-    """(peak of anonymous memory, predicted) of each worker; weights in the file's own dtype stay mapped from it.
+STEPS = 4  # the first shows what is needed, in the others freed memory is kept
 
-    Args:
-        left: memory of the machine, `plenty` or `scarce`.
-    """
+
+def watched(folder: Path, stored: str, *overrides: str) -> list[tuple[int, int]]:
+    """(peak of anonymous memory, predicted) of each worker; weights in the file's own dtype stay mapped from it."""
     resolved, memory = planned(f"model.path={folder}", *PROCESS, *overrides)
     here = Path(__file__).parent
     found = []
@@ -285,7 +284,7 @@ def watched(folder: Path, stored: str, *overrides: str, left: str = "scarce") ->
                 folder,
                 spec,
                 str(figures.index),
-                left,
+                str(STEPS),
             ],
             capture_output=True,
             text=True,
@@ -296,7 +295,7 @@ def watched(folder: Path, stored: str, *overrides: str, left: str = "scarce") ->
         mapped = figures.weights.get(stored, 0)
         predicted = figures.training + sum(figures.weights.values()) - mapped
         found.append((json.loads(done.stdout.splitlines()[-1])["peak"], predicted))
-        print(f"stage {figures.index} {left}: {found[-1][0] / predicted:.3f} of {predicted / 2**20:.1f} MiB")
+        print(f"stage {figures.index}: {found[-1][0] / predicted:.3f} of {predicted / 2**20:.1f} MiB")
     return found
 
 
@@ -312,17 +311,6 @@ def test_workers_of_a_real_model_hold_what_was_predicted(numbers: list[str]) -> 
     plan = ["shard_plan=split", "shard_plan.split_points=[10,20]", "loop.batch_size=8"]
     for peak, predicted in watched(folder, "float32", *plan, *numbers):
         assert peak <= 1.10 * predicted + ALLOWANCE
-
-
-@pytest.mark.by_hand
-@pytest.mark.smol
-def test_worker_keeps_freed_memory_where_there_is_plenty() -> None:
-    """At most twice what was predicted, as the dry run says, and a difference to the one above."""
-    folder = fetched_folder("HuggingFaceTB/SmolLM2-135M-Instruct")
-    plan = ["shard_plan=split", "shard_plan.split_points=[10,20]", "loop.batch_size=8", *BF16]
-    kept, returned = watched(folder, "float32", *plan, left="plenty"), watched(folder, "float32", *plan)
-    assert all(peak <= 2.0 * predicted + ALLOWANCE for peak, predicted in kept)
-    assert sum(peak for peak, _ in kept) > sum(peak for peak, _ in returned)
 
 
 @pytest.mark.by_hand
