@@ -41,10 +41,12 @@ def train(raw: dict[str, Any], run_dir: Path) -> bool:
 
     check_loggers(resolved.config.logger)
     from hetero.coordinate import coordinate
+    from hetero.stopping import signals_ask
     from hetero.summary import log_summary
 
     result = coordinate(resolved, run_dir)
-    log_summary(result)
+    with signals_ask(lambda _: True):  # all is written: a signal comes too late to end anything
+        log_summary(result)
     return result.stopped is not None
 
 

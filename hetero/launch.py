@@ -120,6 +120,14 @@ class LocalWorkers:
         for number in replaced:
             self._announced(number)
 
+    def check(self, stage: int) -> None:
+        """Raises PeerError where a worker's process has ended."""
+        entry, process = self._entries[stage - 1], self._processes[stage - 1]
+        if (code := process.poll()) is not None:
+            raise PeerError(
+                f"the local worker {_ending(code)}", stage=stage, host=entry.host, port=entry.port, lost=True
+            )
+
     def addresses(self) -> list[WorkerEntry]:
         """The workers with their real ports, once they listen.
 
@@ -139,11 +147,11 @@ class LocalWorkers:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line.strip():
-            process.wait(END_S)
+            code = process.wait(END_S)
             log_file = self._log_dir / f"worker-{stage}.log"
             last = log_file.read_text(encoding="utf-8").strip().splitlines()[-1:] or ["no message"]
             raise PeerError(
-                f"the launched worker ended at its start: {last[0]} (see {log_file})",
+                f"the local worker {_ending(code)} at its start: {last[0]} (see {log_file})",
                 stage=stage,
                 host=entry.host,
                 port=entry.port,
@@ -164,6 +172,16 @@ class LocalWorkers:
                 process.wait()
         for log_file in self._logs:
             log_file.close()
+
+
+def _ending(code: int) -> str:
+    """How a process ended, by its exit code as `subprocess` gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
 
 
 def _close_pipes(process: subprocess.Popen[str]) -> None:

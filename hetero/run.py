@@ -26,6 +26,7 @@ from hetero.best import Best
 from hetero.best_adapter import write_best
 from hetero.console import ANSWERING
 from hetero.errors import NumericError, PeerError, printable
+from hetero.eval_rules import is_due
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
 from hetero.inbox import Inbox
@@ -130,7 +131,7 @@ class Run:
                 if self.stop.reason is not None:
                     log.warning("%s; the run was to end, so nobody is waited for", exc)
                     self._end_as_usual()
-                if not self._joined:
+                if not self._joined and not (self.launched is not None and exc.lost):
                     if epoch == 1:  # a machine that was never there: nothing is lost yet
                         raise
                     self._leave_out(exc)
@@ -160,6 +161,7 @@ class Run:
             instance=self._instance,
             on_stop_asked=self.stop.ask,
             recovers=recovery.is_on,
+            check_worker=self.launched.check if self.launched is not None else lambda stage: None,
         )
         with (
             _ending(session, recovery),
@@ -263,13 +265,23 @@ class Run:
             self.result.stopped = self.stop.reason
             if self.stop.reason is not None and self.saver.last_saved != last:
                 self._end_as_usual()
-        elif self.prepared.prompts:
+            return
+        if self.prepared.prompts:
             self._answer(session, member)
+        if self._is_left_out(last):
+            self.result.stopped = self.stop.reason
 
     def _answer(self, session: CoordinatorSession, member: Member) -> None:
         """What the model as it is now answers to the run's prompts."""
         self.doing(ANSWERING)
         answer_prompts(self.resolved, self.prepared, self.spec, session, member, self.stop, self.result)
+
+    def _is_left_out(self, last: int) -> bool:
+        """Whether the end that was asked for came between the last step and all that follows it."""
+        evaluated = {record["step"] for record in self.result.evaluations}
+        due = bool(self.prepared.evaluated) and is_due(self.spec.loop, last, last)
+        answered = [sample for sample in self.result.samples or [] if sample.finish != "stopped"]
+        return len(answered) < len(self.prepared.prompts) or (due and last not in evaluated)
 
     def _evaluation(self) -> Evaluation | None:
         if not self.prepared.evaluated:
@@ -316,7 +328,10 @@ class Run:
         """A signal came: without checkpoints there is nothing to wait for."""
         if self.saver.store is None:
             return False
-        log.warning("%s: the run ends after this step, with a checkpoint (again: at once)", signal_name)
+        if self._last_step() < self.spec.total_steps:
+            log.warning("%s: the run ends after this step, with a checkpoint (again: at once)", signal_name)
+        else:
+            log.warning("%s: all steps are done, and the run ends without what follows (again: at once)", signal_name)
         self.stop.ask(signal_name)
         return True
 

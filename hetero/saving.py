@@ -109,7 +109,10 @@ class Saver:
         if self.store is None:
             return False
         if self._failures >= MAX_FAILURES:
-            raise CheckpointError(f"{MAX_FAILURES} checkpoints in a row could not be written, see the warnings above")
+            raise CheckpointError(
+                f"{MAX_FAILURES} checkpoints in a row could not be written, see the warnings above; "
+                "free space there, or choose another checkpoint.dir"
+            )
         every_minutes = self._spec.every_minutes
         by_time = every_minutes is not None and time.monotonic() - self._last_at >= 60 * every_minutes
         self._is_due = self._is_due or self._by_steps(step) or by_time

@@ -72,6 +72,7 @@ class CoordinatorSession:
         commands: functions for messages that workers send.
         on_stop_asked: called on an I/O thread with the reason why a worker wants the run to end.
         recovers: after a lost peer the run goes on in another session.
+        check_worker: called with a stage while nobody answers there; raises PeerError where nobody will.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class CoordinatorSession:
         commands: CommandTable | None = None,
         on_stop_asked: Callable[[str], None] | None = None,
         recovers: bool = False,
+        check_worker: Callable[[int], None] = lambda stage: None,
     ) -> None:
         self.spec, self.run_id, self.epoch, self.inbox = spec, run_id, epoch, inbox
         self._transport, self._instance = transport, instance
@@ -94,7 +96,7 @@ class CoordinatorSession:
         self._workers = {stage: _Worker(peer) for stage, peer in peers.items()}
         self._control = CoordinatorControl(peers, epoch, recovers=recovers)
         self._lock = threading.RLock()
-        self._on_stop_asked = on_stop_asked
+        self._on_stop_asked, self._check_worker = on_stop_asked, check_worker
         self._gathering: Gathering | None = None
         self._downstream: Link | None = None
         self._relays: list[Link] = []
@@ -286,6 +288,7 @@ class CoordinatorSession:
             stage=stage,
             give_up_at=give_up_at,
             advice=f"is worker.py running there ({key})?",
+            check=lambda: self._check_worker(stage),
         )
         link = self._transport.link(
             sock,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from fleet import (
 )
 from peers import wait_until
 from processes import REPO, START_S, metrics, refuses_connections, started
+
+from hetero.tiny import make_tiny
 
 END_S = 10.0  # what the README promises
 SECOND_S = 2.0
@@ -121,6 +124,24 @@ def assert_ended_well(train: Process, role: str, phase: str, number: str, code: 
     assert checkpoints_of(train.outputs)[-1] == last, train.text
     if phase in ("last-step", "adapter"):
         assert last == STEPS
+
+
+def test_signal_after_the_last_step_leaves_what_follows_for_a_resume(ships: Fleet) -> None:
+    """The last evaluation, the best step that it decides, and the answers to prompts: it is said, and made up for."""
+    model = make_tiny(None)  # it has a tokenizer
+    first, last = (ships.worker(args=[f"worker.models_dir={model.parent}"]) for _ in range(2))
+    follows = [f"model.path={model}", f"loop.eval_every={STEPS}", "data.eval_fraction=0.2", "checkpoint.keep_best=true"]
+    follows += ["loop.sample_prompts=['1 2']", "generation.max_new_tokens=3"]
+    train = ships.train("out", [first, last], *follows, failpoint=f"coordinator.step_logged@{STEPS}@SIGTERM")
+    assert train.wait() == 0, train.text
+    assert f"stopped after step {STEPS} of {STEPS} (SIGTERM)" in train.text
+    assert "all steps are done, and the run ends without what follows" in train.text
+    again = ships.train("out", [first, last], *follows, resume=True)
+    assert again.wait() == 0, again.text
+    *_, evaluation = (json.loads(line) for line in (again.outputs / "again" / "eval.jsonl").read_text().splitlines())
+    (sample,) = (json.loads(line) for line in (again.outputs / "again" / "samples.jsonl").read_text().splitlines())
+    assert evaluation["step"] == STEPS and sample["finish"] != "stopped"
+    assert "stopped after" not in again.text
 
 
 @pytest.mark.parametrize("number", CODES)

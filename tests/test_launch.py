@@ -155,6 +155,23 @@ def test_coordinator_that_is_not_paired_does_not_dial_another_machine(home: Path
     assert "python -m hetero.pair here, python -m hetero.pair join there" in line
 
 
+# --- local workers that die
+
+
+def test_local_worker_that_dies_before_its_session_is_started_again(tmp_path: Path, rows_file: Path) -> None:
+    """It is this run's own process, so nobody waits for somebody to start `worker.py`."""
+    log = tmp_path / "run" / "worker-1.log"
+    args = ["data=jsonl", f"data.path={rows_file}", *STEPS, f"outputs={tmp_path}", f"hydra.run.dir={log.parent}"]
+    with started("train", *args) as train:
+        wait_until(lambda: log.exists() and "listening on" in log.read_text(encoding="utf-8"))
+        (child,) = [process for process in train.relatives() if "hetero.launch" in process.cmdline()]
+        child.kill()
+        outcome = train.wait(60)
+    assert outcome.code == 0, outcome.text
+    assert "the local worker was ended by SIGKILL" in outcome.text
+    assert "starting the local worker of stage 1 again" in outcome.text
+
+
 # --- two workers, one stage --------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections.abc import Callable
 
 from hetero.errors import LocalProtocolError, PeerError
 from hetero.transport.addresses import bare_host
@@ -75,6 +76,7 @@ class TcpTransport:
         give_up_at: float | None = None,
         advice: str = ADVICE,
         backoff: Backoff | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> socket.socket:
         """Connects, again and again while the other side does not listen yet, in growing intervals.
 
@@ -85,6 +87,7 @@ class TcpTransport:
             give_up_at: `time.monotonic()` value that ends the attempts; connect_timeout_s from now if None.
             advice: what may help where there is no connection.
             backoff: the pauses between attempts; new ones if None.
+            check: called before each attempt; what it raises ends them.
 
         Raises:
             PeerError: no connection within the time, or a name that nobody knows.
@@ -93,6 +96,7 @@ class TcpTransport:
         deadline = began + self.connect_timeout_s if give_up_at is None else give_up_at
         backoff = backoff or Backoff()
         while True:
+            check()
             try:
                 left = max(_LAST_TRY_S, deadline - time.monotonic())
                 sock = socket.create_connection((bare_host(host), port), timeout=min(_ATTEMPT_S, left))
