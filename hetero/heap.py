@@ -13,7 +13,9 @@ import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_RETURNED, _KEPT = 128 << 10, 32 << 20  # size of a block from which on it goes back at once; larger ones scatter
+# Sizes from which on a block, and what is free at the heap's end, go back at once. Blocks of more than 4 MiB take much
+# longer to compute than to clear; the heap's end is `Heap.bound`'s to give back.
+_RETURNED, _KEPT = (128 << 10, 128 << 10), (4 << 20, 1 << 30)
 
 
 class Heap:
@@ -28,7 +30,7 @@ class Heap:
     def begin(self) -> None:
         """Freed blocks go back at once, until `end_step`."""
         self._needed, self._keeping = None, False
-        self._return_blocks_of(_RETURNED)
+        self._return_from(_RETURNED)
         self._give_back()
 
     def bound(self) -> None:
@@ -49,12 +51,12 @@ class Heap:
         """The first step has shown what is needed: from now on freed blocks are kept."""
         if not self._keeping and self._needed is not None:
             self._keeping = True
-            self._return_blocks_of(_KEPT)
+            self._return_from(_KEPT)
 
-    def _return_blocks_of(self, num_bytes: int) -> None:
+    def _return_from(self, sizes: tuple[int, int]) -> None:
         if self._library is not None:
-            for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-                self._library.mallopt(setting, num_bytes)  # stays as it is where the library does not allow the value
+            for setting, size in zip((_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD), sizes, strict=True):
+                self._library.mallopt(setting, size)  # stays as it is where the library does not allow the value
 
     def _give_back(self) -> None:
         if self._library is not None:

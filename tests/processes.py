@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -13,20 +15,23 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
+from forkserver import ForkServer
 from peers import wait_until
 
 REPO = Path(__file__).parents[1]
 START_S = 120.0  # importing torch, transformers and peft on a busy machine
 END_S = 15.0
+_LOOK_S = 0.01
+PRELOADED = ("train", "worker")
 _MARK = "HETERO_TEST_PROCESS"
 
 
@@ -46,64 +51,109 @@ class Outcome:
         return lines[0]
 
 
-class Running:
-    """A started process with its children, which carry a mark of it in their environment.
+class Started(Protocol):
+    """A process that was started: one of its own, or one that the fork server made."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    def code(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+class Own:
+    """A process from its very beginning, with what it prints in a file.
 
     Args:
         argv: the command.
+        log: the file.
         cwd: where it starts.
-        env: added to a small environment that needs no network.
+        env: its environment.
     """
 
-    def __init__(self, argv: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-        self.mark = uuid.uuid4().hex
-        self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            cwd=cwd,
-            env=environment() | (env or {}) | {_MARK: self.mark},
-            start_new_session=True,
-        )
-        self._text = ""
-        self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self, argv: Sequence[str], log: Path, cwd: Path | None, env: dict[str, str]) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env=env,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
 
     @property
     def text(self) -> str:
         """What it printed so far."""
-        return self._text
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Ends it for certain."""
+        self._process.kill()
+        self._process.wait(END_S)
+
+
+class Running:
+    """A started process with its children, which carry a mark of it in their environment.
+
+    Args:
+        start: starts it, with a file for what it prints and the mark.
+    """
+
+    def __init__(self, start: Callable[[Path, dict[str, str]], Started]) -> None:
+        self.mark = uuid.uuid4().hex
+        self.started = time.monotonic()
+        self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory()
+        log = Path(self._folder.name) / "printed"
+        log.touch()
+        self.process = start(log, {_MARK: self.mark})
+        self._printed = ""
+
+    @property
+    def text(self) -> str:
+        """What it printed so far."""
+        return self.process.text if self._folder is not None else self._printed
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
         """Waits until it has printed what matches."""
-        with self._changed:
-            self._changed.wait_for(lambda: re.search(pattern, self._text) or not self._reader.is_alive(), timeout_s)
-        found = re.search(pattern, self._text)
-        assert found, f"no {pattern!r} within {timeout_s} s in:\n{self._text}"
-        return found
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self.process.code() is not None
+            text = self.text
+            if found := re.search(pattern, text):
+                return found
+            assert not ended and time.monotonic() < deadline, f"no {pattern!r} within {timeout_s} s in:\n{text}"
+            time.sleep(_LOOK_S)
 
     def wait(self, timeout_s: float = START_S) -> Outcome:
         """Waits until it has ended."""
-        code = self.process.wait(timeout_s)
-        seconds = time.monotonic() - self.started
-        self._reader.join(END_S)
-        return Outcome(code, self._text, seconds)
+        deadline = time.monotonic() + timeout_s
+        while (code := self.process.code()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the process", timeout_s, self.text)
+            time.sleep(_LOOK_S)
+        return Outcome(code, self.text, time.monotonic() - self.started)
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the process alone."""
-        self.process.send_signal(number)
+        if self.process.code() is None:
+            os.kill(self.process.pid, number)
 
     def relatives(self) -> list[psutil.Process]:
         """The process and all that came of it, as far as they are alive."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                own = process.pid == self.process.pid or process.environ().get(_MARK) == self.mark
+                if own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -125,19 +175,12 @@ class Running:
         for process in self.relatives():
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        with contextlib.suppress(ProcessLookupError):
+        if self.process.code() is None:
             self.process.kill()
-        self.process.wait(END_S)
-        self._reader.join(END_S)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self._text += line
-                self._changed.notify_all()
-        with self._changed:
-            self._changed.notify_all()
+        if self._folder is not None:
+            self._printed = self.process.text
+            self._folder.cleanup()
+            self._folder = None
 
 
 def environment() -> dict[str, str]:
@@ -146,12 +189,30 @@ def environment() -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+@functools.cache
+def _preloaded() -> ForkServer:
+    server = ForkServer(environment())
+    atexit.register(server.close)
+    return server
+
+
 @contextlib.contextmanager
 def started(
     script: str, *args: str, cwd: Path | None = None, env: dict[str, str] | None = None, python: Sequence[str] = ()
 ) -> Iterator[Running]:
-    """Lends a running `train.py`, `worker.py` or `visualize.py`."""
-    running = Running([sys.executable, *python, str(REPO / f"{script}.py"), *args], cwd=cwd, env=env)
+    """Lends a running `train.py`, `worker.py` or `visualize.py`.
+
+    The first two come from a process that has imported everything, unless they are to have a folder, an environment or
+    options of Python of their own.
+    """
+    argv = [sys.executable, *python, str(REPO / f"{script}.py"), *args]
+
+    def start(log: Path, mark: dict[str, str]) -> Started:
+        if script in PRELOADED and sys.platform == "linux" and not (cwd or env or python):
+            return _preloaded().start(script, *args, log=log, env=mark)
+        return Own(argv, log, cwd, environment() | (env or {}) | mark)
+
+    running = Running(start)
     try:
         yield running
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from adapter_matrix import CASES, CUTS, QV, Matrix, gathered
+from adapter_matrix import CASES, CUTS, NOT_MERGED, QV, Matrix, gathered
 from conftest import LAYERS, Tiny, make_rows
 from peft import LoraConfig
 from pipeline import Outcome, build_stages, lively, make_spec, run_stages, same_bits
@@ -21,8 +21,10 @@ from hetero import data
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from hetero.adapters import lora_config
 from hetero.families import FAMILIES
+from hetero.merge import RECORD
 from hetero.models import meta_model
 from hetero.spec import AdapterSpec
+from hetero.tensor_files import read_metadata
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,3 +159,49 @@ def test_the_configuration_that_is_saved_is_the_whole_models(matrix: Matrix) -> 
     assert config["rank_pattern"] == CASES["patterns_by_full_name"][1].rank_pattern
     config = json.loads((matrix.trained["pissa"].folder / CONFIG_FILE).read_text())
     assert config["init_lora_weights"] == "pissa"
+
+
+# ---- merged with its base
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MERGED])
+def test_full_merge_gives_the_trained_logits(matrix: Matrix, name: str) -> None:
+    """P14, P05: by AutoModelForCausalLM, offline, in a fresh process, without a warning."""
+    assert f"{name}.full" not in matrix.faults
+    torch.testing.assert_close(matrix.merged[name], matrix.trained[name].logits, rtol=0, atol=1e-5)
+
+
+def test_full_merge_has_the_files_of_its_base(matrix: Matrix, tiny: Tiny) -> None:
+    """P14: same shards, an index, the metadata that loaders want, and what else the base came with."""
+    case = matrix.trained["plain"]
+    shards = sorted(file.name for file in case.base.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert sorted(file.name for file in case.full.glob("*.safetensors")) == shards
+    assert all(read_metadata(case.full / name) == {"format": "pt"} for name in shards)
+    index = json.loads((case.full / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == json.loads((case.base / "model.safetensors.index.json").read_text())["weight_map"]
+    assert (case.full / "generation_config.json").read_bytes() == (case.base / "generation_config.json").read_bytes()
+    record = json.loads((case.full / RECORD).read_text())
+    assert (record["base_weights"], record["dtype"], record["untied_head"]) == ("original", "float32", False)
+    assert "llama" in (case.full / "README.md").read_text()
+
+
+def test_a_trained_head_of_a_tied_model_becomes_a_matrix_of_its_own(matrix: Matrix) -> None:
+    for name in ("tied_head", "tied_head_saved"):
+        folder = matrix.trained[name].full
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+        tensors = load_file(folder / "model.safetensors")
+        assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    base = load_file(matrix.trained["tied_head"].base / "model.safetensors")
+    assert torch.equal(base["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_tensors_without_an_adapter_are_copied_to_the_bit(matrix: Matrix) -> None:
+    case = matrix.trained["layers_of_one_stage"]
+    base: dict[str, torch.Tensor] = {}
+    merged: dict[str, torch.Tensor] = {}
+    for file in case.base.glob("*.safetensors"):
+        base |= load_file(file)
+        merged |= load_file(case.full / file.name)
+    changed = {key for key in base if not torch.equal(base[key], merged[key])}
+    assert changed == {f"model.layers.5.self_attn.{module}.weight" for module in ("q_proj", "v_proj")}

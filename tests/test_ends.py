@@ -60,14 +60,11 @@ WORKER = {
 }
 UNSAID = {("coordinator", "loading"), ("coordinator", "joined"), ("coordinator", "adapter"), ("worker", "welcomed")}
 QUICK = {
-    ("coordinator", "loading", "SIGTERM"),
     ("coordinator", "forward", "SIGINT"),
-    ("coordinator", "optimizer-step", "SIGTERM"),
     ("coordinator", "checkpoint-renamed", "SIGINT"),
     ("coordinator", "last-step", "SIGTERM"),
     ("worker", "loading", "SIGINT"),
     ("worker", "forward", "SIGTERM"),
-    ("worker", "backward", "SIGINT"),
     ("worker", "checkpoint", "SIGTERM"),
 }
 CASES = [

@@ -216,6 +216,7 @@ def test_ctrl_c_in_the_middle_ends_it_and_leaves_the_worker_for_the_next_run(tmp
 # ---- a real model
 
 
+@pytest.mark.by_hand
 @pytest.mark.smol
 @pytest.mark.slow
 def test_smol_says_through_the_pipeline_what_it_says_alone(ports: list[int], tmp_path: Path) -> None:

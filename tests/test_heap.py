@@ -37,7 +37,7 @@ def step(seed):
     return peak - start, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-for seed in range(4):
+for seed in range(6):
     print(*step(seed))
 """
 
@@ -52,12 +52,12 @@ def steps(way: str) -> list[tuple[int, int]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own settings")
 def test_freed_memory_is_kept_for_the_next_tensors_and_the_process_does_not_grow() -> None:
     (needed, faults), *later = steps("bounded")
-    assert max(peak for peak, _ in later) <= 1.13 * needed  # all tensors' sizes differ from step to step
-    assert max(number for _, number in later) < 0.25 * faults
+    assert max(peak for peak, _ in later) <= 1.18 * needed  # all tensors' sizes differ from step to step
+    assert max(number for _, number in later) < 0.3 * faults
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own settings")
 def test_without_the_bound_it_grows() -> None:
     """Otherwise the test above shows nothing."""
     (needed, _), *later = steps("unbounded")
-    assert max(peak for peak, _ in later) > 1.18 * needed
+    assert max(peak for peak, _ in later) > 1.25 * needed

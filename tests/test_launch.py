@@ -107,6 +107,7 @@ def test_secret_of_launched_workers_is_in_their_pipe_alone(
     assert not config_dir().exists()  # a run of its own processes needs no secret that lasts
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_group_s_secret_is_in_its_file_alone(home: Path, tmp_path: Path, rows_file: Path) -> None:
     """A paired worker and its coordinator, each a process."""

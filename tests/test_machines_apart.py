@@ -230,6 +230,7 @@ def test_three_machines_on_one_network_train_as_chain_and_as_star(
             assert_same(*train(a, entries(c, b), *THREE, "transport.topology=star"), alone(THREE))
 
 
+@pytest.mark.by_hand
 @pytest.mark.parametrize("reason", [pytest.param("network is unreachable", marks=pytest.mark.by_hand), "timed out"])
 def test_workers_that_cannot_reach_one_another_train_as_star(
     tmp_path: Path, server: ForkServer, alone: Expected, reason: str
@@ -289,6 +290,7 @@ def test_each_way_not_to_connect_is_told_with_its_reason_in_time(tmp_path: Path,
         ), str(caught.value)
 
 
+@pytest.mark.by_hand
 def test_line_that_breaks_ends_the_run_at_both_ends_and_the_worker_serves_again(
     tmp_path: Path, server: ForkServer, alone: Expected
 ) -> None:

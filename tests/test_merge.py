@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from adapter_matrix import CASES, NOT_MERGED, QV, Matrix, load_elsewhere, probe, resolved
+from adapter_matrix import QV, load_elsewhere, probe, resolved
 from conftest import Tiny
 from pipeline import build_stages, make_spec
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,6 @@ from hetero.merge import RECORD, main, merge_adapter, merge_full
 from hetero.merge_sources import find_source, find_stages
 from hetero.resume_settings import about_of
 from hetero.spec import AdapterSpec, RunSpec
-from hetero.tensor_files import read_metadata
 from hetero.training_state import as_state
 
 
@@ -51,49 +50,6 @@ def an_adapter(base: Path, folder: Path, spec: AdapterSpec = QV) -> dict[str, to
 
 
 # ---- base and adapter as one model
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MERGED])
-def test_full_merge_gives_the_trained_logits(matrix: Matrix, name: str) -> None:
-    """P14, P05: by AutoModelForCausalLM, offline, in a fresh process, without a warning."""
-    assert f"{name}.full" not in matrix.faults
-    torch.testing.assert_close(matrix.merged[name], matrix.trained[name].logits, rtol=0, atol=1e-5)
-
-
-def test_full_merge_has_the_files_of_its_base(matrix: Matrix, tiny: Tiny) -> None:
-    """P14: same shards, an index, the metadata that loaders want, and what else the base came with."""
-    case = matrix.trained["plain"]
-    shards = sorted(file.name for file in case.base.glob("*.safetensors"))
-    assert len(shards) > 3
-    assert sorted(file.name for file in case.full.glob("*.safetensors")) == shards
-    assert all(read_metadata(case.full / name) == {"format": "pt"} for name in shards)
-    index = json.loads((case.full / "model.safetensors.index.json").read_text())
-    assert index["weight_map"] == json.loads((case.base / "model.safetensors.index.json").read_text())["weight_map"]
-    assert (case.full / "generation_config.json").read_bytes() == (case.base / "generation_config.json").read_bytes()
-    record = json.loads((case.full / RECORD).read_text())
-    assert (record["base_weights"], record["dtype"], record["untied_head"]) == ("original", "float32", False)
-    assert "llama" in (case.full / "README.md").read_text()
-
-
-def test_a_trained_head_of_a_tied_model_becomes_a_matrix_of_its_own(matrix: Matrix) -> None:
-    for name in ("tied_head", "tied_head_saved"):
-        folder = matrix.trained[name].full
-        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
-        tensors = load_file(folder / "model.safetensors")
-        assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
-    base = load_file(matrix.trained["tied_head"].base / "model.safetensors")
-    assert torch.equal(base["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
-
-
-def test_tensors_without_an_adapter_are_copied_to_the_bit(matrix: Matrix) -> None:
-    case = matrix.trained["layers_of_one_stage"]
-    base: dict[str, torch.Tensor] = {}
-    merged: dict[str, torch.Tensor] = {}
-    for file in case.base.glob("*.safetensors"):
-        base |= load_file(file)
-        merged |= load_file(case.full / file.name)
-    changed = {key for key in base if not torch.equal(base[key], merged[key])}
-    assert changed == {f"model.layers.5.self_attn.{module}.weight" for module in ("q_proj", "v_proj")}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -172,6 +128,7 @@ print(peak[0] - before)
 """
 
 
+@pytest.mark.by_hand
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_full_merge_never_holds_the_model(tiny: Tiny, tmp_path: Path) -> None:
     """Working copies of its largest tensor, of which the model is 20 times as large, and no more."""

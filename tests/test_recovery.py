@@ -38,6 +38,7 @@ def error_of(train: Process) -> str:
 # ---- the machine comes back
 
 
+@pytest.mark.by_hand
 def test_killed_worker_that_is_started_again_takes_part_again(ships: Fleet, undisturbed: bytes) -> None:
     first, last = ships.worker(), ships.worker(MID_STEP)
     train = ships.train("out", [first, last])

@@ -132,7 +132,13 @@ def run_once(
 # ---- any split is one process
 
 
-@pytest.mark.parametrize(("name", "routers"), [*((name, True) for name in EXPERT_NAMES), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("name", "routers"),
+    mostly_by_hand(
+        [*((name, True) for name in EXPERT_NAMES), ("mixtral", False)],
+        [("mixtral", True), ("mixtral", False), ("qwen3_next", True)],
+    ),
+)
 def test_router_loss_of_every_split_is_that_of_one_process(
     tiny: Tiny, rows: list[Example], name: str, routers: bool
 ) -> None:

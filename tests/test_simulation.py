@@ -24,7 +24,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 6 * BATCH, BATCH))
+@pytest.mark.parametrize("first", range(0, 4 * BATCH, BATCH))
 def test_no_fault_changes_the_result(first: int) -> None:
     faults: Counter[str] = Counter()
     for seed in range(first, first + BATCH):

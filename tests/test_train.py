@@ -104,6 +104,7 @@ def check_record(record: dict[str, Any], stages: list[str]) -> None:
         assert stage["memory_bytes"] > 1 << 20 and (stage["bytes_sent"] > 0) == (len(stages) > 1)
 
 
+@pytest.mark.by_hand
 def test_starts_at_the_same_moment_get_folders_of_their_own(tmp_path: Path) -> None:
     """With the script that loads nothing (case H06)."""
     with ExitStack() as stack:
