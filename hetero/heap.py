@@ -14,8 +14,8 @@ import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Sizes from which on a block, and what is free at the heap's end, go back at once. Blocks of more than 4 MiB take much
-# longer to compute than to clear; the heap's end is `Heap.bound`'s to give back.
-_RETURNED, _KEPT = (128 << 10, 128 << 10), (4 << 20, 1 << 30)
+# longer to compute than to clear.
+_RETURNED, _KEPT = (128 << 10, 128 << 10), (4 << 20, 8 << 20)
 
 
 class Heap:

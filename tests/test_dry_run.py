@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from choosing import mostly_by_hand
 from processes import REPO, composed, run_here
 from rich.console import Console
 
@@ -34,7 +35,11 @@ SMALL_MACHINES = "hardware.workers=[{id: pc, host: pc.example, memory_gb: 4}]"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "hardware", "stages"), [("llama8b_2stage", "mac_and_pc", 2), ("llama8b_3stage", "mac_and_two_pcs", 3)]
+    ("plan", "hardware", "stages"),
+    mostly_by_hand(
+        [("llama8b_2stage", "mac_and_pc", 2), ("llama8b_3stage", "mac_and_two_pcs", 3)],
+        [("llama8b_3stage", "mac_and_two_pcs", 3)],
+    ),
 )
 def test_known_plan_is_shown_without_weights_network_or_workers(
     tmp_path: Path, plan: str, hardware: str, stages: int

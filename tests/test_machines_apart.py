@@ -313,6 +313,7 @@ def test_line_that_breaks_ends_the_run_at_both_ends_and_the_worker_serves_again(
             assert_same(*train(a, entries(b), *QUICK), alone(QUICK))
 
 
+@pytest.mark.by_hand
 def test_firewall_that_drops_in_the_middle_of_a_run_is_noticed_at_both_ends(tmp_path: Path, server: ForkServer) -> None:
     """As above, in one direction only: what b sends arrives, what a sends does not."""
     silence_s = 4

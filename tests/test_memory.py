@@ -88,7 +88,7 @@ def test_what_a_micro_batch_holds_is_what_autograd_saves(tiny: Tiny, name: str, 
         assert figures.per_micro_batch == pytest.approx(really_kept(stage, batch), rel=0.02), index
 
 
-@pytest.mark.parametrize("name", EXPERT_NAMES)
+@pytest.mark.parametrize("name", mostly_by_hand(EXPERT_NAMES, ["mixtral", "qwen3_next"]))
 def test_router_loss_holds_what_autograd_saves_besides(tiny: Tiny, name: str) -> None:
     run = [f"model.path={tiny(name)}", "shard_plan=split", "shard_plan.split_points=[2,4]", *ONE_ROW]
     resolved, memory = planned(*run, "model.router_aux_loss=on")
@@ -146,7 +146,7 @@ def test_policy_bounds_what_is_in_flight() -> None:
 # ---- weights, adapter, optimizer
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", mostly_by_hand(MODEL_NAMES, ["llama", "llama_tied", "gpt2"]))
 def test_weights_and_adapter_are_those_of_the_loaded_stages(tiny: Tiny, name: str) -> None:
     resolved, memory = planned(f"model.path={tiny(name)}", *ALL_LINEAR, *ONE_ROW)
     spec = resolved.spec(total_steps=1)
@@ -160,7 +160,10 @@ def test_weights_and_adapter_are_those_of_the_loaded_stages(tiny: Tiny, name: st
         assert figures.optimizer == pytest.approx(2 * figures.adapter, abs=8 * len(trained))
 
 
-@pytest.mark.parametrize("name", [*MODEL_NAMES, *EXPERT_NAMES, "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_by_hand([*MODEL_NAMES, *EXPERT_NAMES, "deepseek_v3"], ["llama", "gpt2", "mixtral", "gpt_oss"]),
+)
 def test_weights_in_4_bits_are_those_of_the_loaded_stage(tiny: Tiny, name: str) -> None:
     """Linear modules alone: routed experts are 3-D tensors, and stay in the stage's own numbers."""
     pytest.importorskip("bitsandbytes")

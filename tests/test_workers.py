@@ -382,6 +382,7 @@ def test_killed_worker_ends_the_run_by_name_and_the_others_go_on(
     assert_serves(tmp_path, data, alone, *workers)
 
 
+@pytest.mark.by_hand
 def test_silent_worker_is_noticed_and_serves_again_when_it_wakes(
     tmp_path: Path, data: list[str], alone: list[float], workers: tuple[Worker, Worker]
 ) -> None:
@@ -489,6 +490,7 @@ def test_idle_worker_ends_by_hand(tmp_path: Path, number: signal.Signals, code: 
         assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.by_hand
 def test_worker_that_is_interrupted_in_a_run_asks_the_coordinator_to_end_it(
     tmp_path: Path, data: list[str], workers: tuple[Worker, Worker], alone: list[float]
 ) -> None:
