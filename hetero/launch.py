@@ -120,10 +120,14 @@ class LocalWorkers:
         for number in replaced:
             self._announced(number)
 
+    def has_ended(self, stage: int) -> bool:
+        """Whether a worker's process is no more."""
+        return self._processes[stage - 1].poll() is not None
+
     def check(self, stage: int) -> None:
-        """Raises PeerError where a worker's process has ended."""
-        entry, process = self._entries[stage - 1], self._processes[stage - 1]
-        if (code := process.poll()) is not None:
+        """Raises PeerError where a worker's process is no more."""
+        entry, code = self._entries[stage - 1], self._processes[stage - 1].poll()
+        if code is not None:
             raise PeerError(
                 f"the local worker {_ending(code)}", stage=stage, host=entry.host, port=entry.port, lost=True
             )

@@ -131,7 +131,7 @@ class Run:
                 if self.stop.reason is not None:
                     log.warning("%s; the run was to end, so nobody is waited for", exc)
                     self._end_as_usual()
-                if not self._joined and not (self.launched is not None and exc.lost):
+                if not self._joined and not (exc.lost and self._has_ended(exc.stage)):
                     if epoch == 1:  # a machine that was never there: nothing is lost yet
                         raise
                     self._leave_out(exc)
@@ -375,6 +375,10 @@ class Run:
             gone.id,
             ", ".join(f"{stage.id} [{stage.start}, {stage.end})" for stage in self.spec.stages),
         )
+
+    def _has_ended(self, stage: int | None) -> bool:
+        """Whether a stage's worker is a process of this run that is no more."""
+        return self.launched is not None and stage is not None and stage > 0 and self.launched.has_ended(stage)
 
     def _last_step(self) -> int:
         records = self.result.records
