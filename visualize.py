@@ -15,17 +15,18 @@ def visualize(raw: dict[str, Any], run_dir: Path) -> None:
     from hetero.config import SHAPES_DIR
     from hetero.diagram import formats_of, write_diagrams
     from hetero.memory import memory_of
-    from hetero.planned import write_planned_step
+    from hetero.planned import planned_timeline, write_planned_step
     from hetero.resolve import resolve
 
     output, formats, times = raw.pop("output"), formats_of(raw.pop("format")), raw.pop("times")
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
     place = run_dir if output is None else _of_job(Path(output).expanduser())
     memory = memory_of(resolved, SHAPES_DIR)
+    planned = planned_timeline(resolved, times, memory)  # first, since it may be refused
     for path in write_diagrams(resolved, place, memory, formats):
         log.info("%s", path)
     if not place.suffix and formats is None:  # a folder, for all that can be made
-        for path in write_planned_step(resolved, times, memory, place):
+        for path in write_planned_step(resolved, planned, place):
             log.info("%s", path)
 
 

@@ -188,7 +188,7 @@ def _literals(hint: Any) -> list[str]:
         if get_origin(option).__class__.__name__ == "_SpecialForm" or str(get_origin(option)) == "typing.Literal"
         for value in get_args(option)
     ]
-    return found + ["null"] * (type(None) in options)
+    return found + ["true", "false"] * bool(found and bool in options) + ["null"] * (type(None) in options)
 
 
 def _field_names(hint: Any) -> list[str]:

@@ -20,19 +20,17 @@ from hetero.timeline import Timeline
 from hetero.trace import trace_json
 
 
-def write_planned_step(resolved: ResolvedRun, times: Any, memory: RunMemory, folder: Path) -> list[Path]:
+def write_planned_step(resolved: ResolvedRun, timeline: Timeline, folder: Path) -> list[Path]:
     """Writes timeline.svg and timeline.json (a trace) of the simulated step; gives their absolute paths.
 
     Args:
         resolved: the run.
-        times: what stages and links cost, as configured: plain data for `TimesSpec`, or with `run` a run's folder.
-        memory: its figures.
+        timeline: its step, see `planned_timeline`.
         folder: for the files.
 
     Raises:
-        ConfigError: times that cannot be, or a place that cannot be written.
+        ConfigError: a place that cannot be written.
     """
-    timeline = planned_timeline(resolved, times, memory)
     hosts = [resolved.config.hardware.coordinator.host, *(worker.host for worker in resolved.workers)]
     texts = {"timeline.svg": gantt_svg(timeline), "timeline.json": trace_json([(0.0, timeline)], hosts)}
     for name, text in texts.items():
@@ -41,7 +39,16 @@ def write_planned_step(resolved: ResolvedRun, times: Any, memory: RunMemory, fol
 
 
 def planned_timeline(resolved: ResolvedRun, times: Any, memory: RunMemory) -> Timeline:
-    """The simulated step."""
+    """The simulated step.
+
+    Args:
+        resolved: the run.
+        times: what stages and links cost, as configured: plain data for `TimesSpec`, or with `run` a run's folder.
+        memory: its figures.
+
+    Raises:
+        ConfigError: times that cannot be.
+    """
     given = dict(times or {})
     run = given.pop("run", None)
     if run is not None:

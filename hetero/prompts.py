@@ -108,7 +108,7 @@ def _tokens(prompt: PromptSpec, tokenizer: Any, generation: GenerationSpec, wher
     if isinstance(prompt, str) and not (has_template if generation.chat == "auto" else generation.chat):
         if generation.system is not None:
             raise ConfigError(f"generation.system must be null where no chat template is used ({where})")
-        return [int(token) for token in tokenizer(prompt)["input_ids"]]
+        return [int(token) for token in tokenizer(prompt, verbose=False)["input_ids"]]
     if not has_template:
         raise ConfigError(
             f"{where} needs a chat template, and the tokenizer of model.path has none: a plain text and "
@@ -131,7 +131,7 @@ def _render(messages: list[dict[str, str]], tokenizer: Any, where: str) -> list[
     except (TemplateError, TypeError, ValueError, LookupError) as exc:
         cause = " ".join(str(exc).split())[:300]
         raise ConfigError(f"{where}: the chat template of model.path refuses the messages: {cause}") from exc
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 def _shown(prompt: PromptSpec) -> str:

@@ -68,9 +68,17 @@ def _evaluation_lines(result: RunResult) -> list[str]:
     if result.best is not None:
         lines.append(
             f"best: step {result.best.step} with an evaluation loss of {result.best.eval_loss:.4f}, its adapter is in "
-            f"{result.best_dir}"
+            f"{result.best_dir}{_worse_than_before(result)}"
         )
     return lines
+
+
+def _worse_than_before(result: RunResult) -> str:
+    """What was there before the first step is no candidate for the best; it is said where that was better."""
+    before = [record["eval_loss"] for record in result.evaluations if record["step"] == 0]
+    if result.best is None or not before or before[0] is None or before[0] >= result.best.eval_loss:
+        return ""
+    return f"; before the first step it was smaller, {before[0]:.4f}"
 
 
 def _sample_lines(result: RunResult) -> list[str]:

@@ -137,7 +137,7 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
         "step time",
         "tokens/s",
         "final loss",
-        f"mean of last {RECENT}",
+        f"mean of last {min(RECENT, max((job.curves.steps for job in jobs if job.curves), default=RECENT))}",
         "computing",
         "idle",
         "status",

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from hetero.resolve import resolve
 from hetero.runtime import StepPlan
 from hetero.spec import AdapterSpec, Config, DataSpec, LoopSpec, RouterLossSpec, RunSpec
 from hetero.stopping import Stop
+from hetero.summary import _evaluation_lines
 from hetero.training_state import as_state
 from hetero.wire.headers import Ready
 
@@ -467,6 +469,15 @@ def test_evaluating_changes_no_step_and_no_adapter(
     ours, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (whole, tmp_path / "run"))
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
     assert not (tmp_path / "run" / "eval.jsonl").exists()
+
+
+@pytest.mark.parametrize(("before", "said"), [(5.5, "; before the first step it was smaller, 5.5000"), (7.0, "")])
+def test_best_step_that_is_worse_than_none_is_called_so(tmp_path: Path, before: float, said: str) -> None:
+    records = [
+        {"step": step, "eval_loss": loss, "perplexity": None, "tokens": 9} for step, loss in ((0, before), (4, 6.5))
+    ]
+    result = SimpleNamespace(evaluations=records, best=Best(4, 6.5), best_dir=tmp_path)
+    assert _evaluation_lines(result)[-1].endswith(f"{tmp_path}{said}")  # type: ignore[arg-type]
 
 
 def test_evaluations_are_logged_and_the_best_step_is_kept(whole: Path) -> None:

@@ -325,7 +325,8 @@ def test_picture_is_self_contained_svg_with_a_bar_for_every_span(
     assert text == gantt_svg(odd)
     root = ET.fromstring(text)
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
-    assert tags == {"svg", "title", "rect", "text", "line"}
+    assert tags == {"svg", "title", "style", "rect", "text", "line"}
+    assert "prefers-color-scheme:dark" in text and "url(" not in text and "@import" not in text
     assert not [a for e in root.iter() for a in e.attrib if "href" in a or a.startswith("on")]
     bars = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert len(bars) == len(timeline.spans)

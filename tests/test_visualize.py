@@ -197,3 +197,9 @@ def test_sample_hosts_and_missing_data_are_no_fault_of_a_drawing(tmp_path: Path)
 def test_mistake_in_a_plan_is_the_same_as_in_training(tmp_path: Path) -> None:
     args = ["shard_plan=split", "shard_plan.split_points=[9]", f"outputs={tmp_path}"]
     assert run_here("visualize", *args).one_line() == run_here("train", *args).one_line()
+
+
+def test_mistake_in_the_times_comes_before_any_picture(tmp_path: Path) -> None:
+    outcome = run_here("visualize", f"outputs={tmp_path}", f"output={tmp_path / 'pics'}", "times.forward_s=-1")
+    assert outcome.code == 2 and "times.forward_s must be" in outcome.one_line()
+    assert not (tmp_path / "pics").exists()
