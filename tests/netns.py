@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forkserver import MACHINE, NETWORK, Child, ForkServer
-from processes import REPO, START_S, Outcome, Running, environment
+from processes import REPO, START_S, Outcome, Running, environment, own_process
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Machine:
             finally:
                 forked.child.kill()
             return
-        running = Running(self.command(*argv), cwd=REPO, env=self._environment)
+        running = own_process(self.command(*argv), cwd=REPO, env=self._environment)
         try:
             yield running
         finally:

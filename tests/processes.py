@@ -189,6 +189,11 @@ def environment() -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def own_process(argv: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> Running:
+    """Starts a process from its very beginning; `env` is added to a small environment that needs no network."""
+    return Running(lambda log, mark: Own(argv, log, cwd, environment() | (env or {}) | mark))
+
+
 @functools.cache
 def _preloaded() -> ForkServer:
     server = ForkServer(environment())
@@ -205,14 +210,10 @@ def started(
     The first two come from a process that has imported everything, unless they are to have a folder, an environment or
     options of Python of their own.
     """
-    argv = [sys.executable, *python, str(REPO / f"{script}.py"), *args]
-
-    def start(log: Path, mark: dict[str, str]) -> Started:
-        if script in PRELOADED and sys.platform == "linux" and not (cwd or env or python):
-            return _preloaded().start(script, *args, log=log, env=mark)
-        return Own(argv, log, cwd, environment() | (env or {}) | mark)
-
-    running = Running(start)
+    if script in PRELOADED and sys.platform == "linux" and not (cwd or env or python):
+        running = Running(lambda log, mark: _preloaded().start(script, *args, log=log, env=mark))
+    else:
+        running = own_process([sys.executable, *python, str(REPO / f"{script}.py"), *args], cwd=cwd, env=env)
     try:
         yield running
     finally:

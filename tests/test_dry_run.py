@@ -80,6 +80,7 @@ def test_plan_that_does_not_fit_ends_with_code_2_and_one_line_that_names_the_mac
     assert "layers on another machine" in outcome.text
 
 
+@pytest.mark.by_hand
 def test_advice_is_what_the_same_figures_say() -> None:
     raw = composed("shard_plan=llama8b_2stage", "hardware=mac_and_pc", "model.quantization=none", "loop.batch_size=16")
     raw["hardware"]["workers"][0]["memory_gb"] = 9.2

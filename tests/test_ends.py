@@ -188,6 +188,7 @@ def test_second_signal_ends_the_process_at_once(ships: Fleet, number: str) -> No
     assert checkpoints_of(train.outputs) == [EVERY]
 
 
+@pytest.mark.by_hand
 def test_step_that_does_not_end_is_abandoned(ships: Fleet, undisturbed: bytes) -> None:
     """Within the time; the newest checkpoint is gone on with."""
     first, last = ships.worker(), ships.worker()

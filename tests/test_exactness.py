@@ -457,6 +457,7 @@ def test_smol_steps_are_those_of_one_process(smol: Path) -> None:
     assert_same_gradients(outcomes[0].grads[:1], reference.grads[:1])
 
 
+@pytest.mark.by_hand
 @pytest.mark.smol
 @pytest.mark.slow
 def test_smol_steps_in_4_bits_are_those_of_one_process(smol: Path) -> None:

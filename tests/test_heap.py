@@ -60,4 +60,4 @@ def test_freed_memory_is_kept_for_the_next_tensors_and_the_process_does_not_grow
 def test_without_the_bound_it_grows() -> None:
     """Otherwise the test above shows nothing."""
     (needed, _), *later = steps("unbounded")
-    assert max(peak for peak, _ in later) > 1.25 * needed
+    assert max(peak for peak, _ in later) > 1.2 * needed

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from choosing import mostly_by_hand
 from processes import END_S, REPO, environment, hardware, losses, metrics, run, run_here, train_here, worker
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -91,6 +92,7 @@ def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hidden", mostly_by_hand(["broken", "absent"], ["broken"]), indirect=True)
 def test_plain_lora_needs_no_optional_package(tmp_path: Path, hidden: dict[str, str], rows_file: Path) -> None:
     """Case I01; where they are broken with a launched worker, which inherits the environment."""
     plan = "even" if "broken" in hidden["PYTHONPATH"] else "single"

@@ -159,6 +159,7 @@ def test_others_take_the_layers_of_a_worker_that_stays_away(ships: Fleet, undist
     workers[2 - gone].assert_idle()
 
 
+@pytest.mark.by_hand
 def test_zombie_that_wakes_beside_those_who_took_its_layers_changes_nothing(ships: Fleet, undisturbed: bytes) -> None:
     """G20: it still has a session, a gradient and frames on their way."""
     first, last = ships.worker(), ships.worker(f"{MID_STEP}@SIGSTOP")

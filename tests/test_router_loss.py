@@ -411,6 +411,7 @@ def test_a_stage_of_another_number_of_experts_is_refused(tiny: Tiny) -> None:
 # ---- whole runs
 
 
+@pytest.mark.by_hand
 def test_three_processes_log_the_routers_part_and_equal_one(
     tmp_path: Path, tiny: Tiny, rows: list[Example], rows_file: Path
 ) -> None:

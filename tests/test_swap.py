@@ -54,6 +54,7 @@ def test_own_stage_builder_gets_its_arguments(tmp_path: Path, data: list[str]) -
     assert moved and all("v_proj" in key for key in moved)
 
 
+@pytest.mark.by_hand
 def test_own_optimizer_steps_by_its_rule_on_every_stage(
     tmp_path: Path, data: list[str], workers: tuple[Worker, Worker]
 ) -> None:
