@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from hetero.errors import HeteroError, PeerError, show_address
 from hetero.link_test import CONNECT_S, Probe
-from hetero.transport.addresses import bare_host
+from hetero.transport.addresses import HOW_TO_PAIR_ANEW, bare_host
 from hetero.transport.tcp import TcpTransport, tune
 
 _LISTEN_S = 2.0
@@ -106,8 +106,7 @@ def _not_a_member(host: str, port: int, exc: PeerError) -> Answer:
         return Answer(
             Who.STRANGER,
             "a hetero worker whose secret is another one",
-            "pair the two: python -m hetero.pair here shows the code, python -m hetero.pair join --new there takes it; "
-            "then start the worker again",
+            f"pair the two: {HOW_TO_PAIR_ANEW}",
         )
     what = f"a TLS server named {name!r}" if name is not None else _first_words(host, port)
     return Answer(

@@ -19,6 +19,7 @@ from typing import Any
 from hetero.control import StepReady
 from hetero.data import Example, MicroBatch, micro_batches
 from hetero.errors import PeerError
+from hetero.eval_rules import is_due
 from hetero.failpoints import hit
 from hetero.member import Member
 from hetero.runtime import StepPlan
@@ -53,6 +54,10 @@ class Evaluation:
     on_record: Callable[[dict[str, Any]], None]
     is_known: Callable[[int], bool] = lambda _: False
     doing: Callable[[str], None] = lambda _: None
+
+    def is_missing(self, step: int, total_steps: int) -> bool:
+        """Whether the run is to evaluate after this step and has not done so."""
+        return is_due(self.loop, step, total_steps) and not self.is_known(step)
 
 
 def evaluate(evaluation: Evaluation, member: Member, session: CoordinatorSession, step: int, stop: Stop) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 
+_HELD = "/proc/self/statm"  # Linux
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Sizes from which on a block, and what is free at the heap's end, go back at once. Blocks of more than 4 MiB take much
 # longer to compute than to clear.
@@ -22,14 +22,14 @@ class Heap:
     """The C library's heap, which all threads of the process share."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(None) if sys.platform == "linux" else None
+        library = ctypes.CDLL(None) if os.access(_HELD, os.R_OK) else None
         self._library = library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
-        self._needed: int | None = None  # bytes, the most that was ever held with nothing free; None: not looked yet
+        self._needed = 0  # bytes, the most that was ever held with nothing free; 0: not looked yet
         self._keeping = False
 
     def begin(self) -> None:
         """Freed blocks go back at once, until `end_step`."""
-        self._needed, self._keeping = None, False
+        self._needed, self._keeping = 0, False
         self._return_from(_RETURNED)
         self._give_back()
 
@@ -40,16 +40,15 @@ class Heap:
         """
         if self._library is None:
             return
-        held, needed = _held_bytes(), self._needed or 0
-        if not self._keeping:
-            self._needed = max(needed, held)
-        elif held > needed:
+        held = _held_bytes()
+        if self._keeping and held > self._needed:
             self._give_back()
-            self._needed = max(needed, _held_bytes())
+            held = _held_bytes()
+        self._needed = max(self._needed, held)
 
     def end_step(self) -> None:
         """The first step has shown what is needed: from now on freed blocks are kept."""
-        if not self._keeping and self._needed is not None:
+        if not self._keeping and self._needed:
             self._keeping = True
             self._return_from(_KEPT)
 
@@ -65,6 +64,6 @@ class Heap:
 
 def _held_bytes() -> int:
     """Anonymous memory of this process; what is mapped from files is not held (proc(5), statm)."""
-    with open("/proc/self/statm", "rb") as file:
+    with open(_HELD, "rb") as file:
         fields = file.read().split()
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")

@@ -13,7 +13,6 @@ from typing import Any
 from hetero.control import StepReady
 from hetero.data import BUCKET_MULTIPLE, Example, MicroBatch, indices_of_step, micro_batches
 from hetero.errors import NumericError, PeerError, RemoteProtocolError
-from hetero.eval_rules import is_due
 from hetero.evaluation import Evaluation, evaluate
 from hetero.failpoints import hit
 from hetero.member import Member
@@ -96,9 +95,8 @@ def evaluate_if_due(training: Training, step: int) -> None:
         PeerError: a worker failed.
     """
     evaluation = training.evaluation
-    if evaluation is None or evaluation.is_known(step) or not is_due(evaluation.loop, step, training.spec.total_steps):
-        return
-    evaluate(evaluation, training.member, training.session, step, training.stop)
+    if evaluation is not None and evaluation.is_missing(step, training.spec.total_steps):
+        evaluate(evaluation, training.member, training.session, step, training.stop)
 
 
 def run_step(training: Training, step: int) -> dict[str, Any]:

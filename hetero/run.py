@@ -26,7 +26,6 @@ from hetero.best import Best
 from hetero.best_adapter import write_best
 from hetero.console import ANSWERING
 from hetero.errors import NumericError, PeerError, printable
-from hetero.eval_rules import is_due
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
 from hetero.inbox import Inbox
@@ -278,10 +277,10 @@ class Run:
 
     def _is_left_out(self, last: int) -> bool:
         """Whether the end that was asked for came between the last step and all that follows it."""
-        evaluated = {record["step"] for record in self.result.evaluations}
-        due = bool(self.prepared.evaluated) and is_due(self.spec.loop, last, last)
+        evaluation = self._evaluation()
         answered = [sample for sample in self.result.samples or [] if sample.finish != "stopped"]
-        return len(answered) < len(self.prepared.prompts) or (due and last not in evaluated)
+        missing = evaluation is not None and evaluation.is_missing(last, last)
+        return missing or len(answered) < len(self.prepared.prompts)
 
     def _evaluation(self) -> Evaluation | None:
         if not self.prepared.evaluated:

@@ -183,6 +183,15 @@ ROUTERS = {
     "gpt_oss": "router",
 }
 EXPERT_NAMES = list(ROUTERS)
+# Started first, so that no long file is the last of one worker while the others have ended (`--dist loadfile`).
+_LONGEST = ("kill_matrix", "exactness", "workers", "recovery", "machines_apart", "train", "adapter_matrix", "ends")
+_LONGEST += ("detection", "memory", "families", "visualize", "resume_choice", "launch", "config", "install", "resume")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first; within a file and among the others the order stays."""
+    rank = {f"test_{name}.py": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 def family_of_model(name: str) -> Family:

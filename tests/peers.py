@@ -151,8 +151,16 @@ class Events:
         """The first event that matches."""
         with self._changed:
             found = self._changed.wait_for(lambda: [e for e in self.all if match(e)], timeout_s)
-            assert found, f"nothing within {timeout_s} s; there is {self.all}"
+            assert found, f"nothing within {timeout_s} s; there is {self.all[:10]}"
             return found[0]
+
+    def num_frames(self, number: int, timeout_s: float = DEADLINE_S) -> list[Frame]:
+        """So many frames, once they are here and if there are no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.all) >= number, timeout_s)
+            frames = self.frames()
+        assert len(frames) == number, f"{len(frames)} frames of {number} within {timeout_s} s"
+        return frames
 
     def frame(self, type_: FrameType, timeout_s: float = DEADLINE_S) -> Frame:
         """The first frame of a type."""

@@ -153,13 +153,13 @@ def test_state_comes_together_on_the_other_side_of_a_connection() -> None:
         frames = state_frames(STATE)
         for header, payload in frames:
             worker.send(FrameType.STATE, header, payload)
-        here.wait(lambda _: len(here.frames()) == len(frames))
+        there = here.num_frames(len(frames))
     finally:
         for link in (coordinator, worker):
             link.close()
         for link in (coordinator, worker):
             link.join(10)
-    back = assemble([(frame.header, bytes(frame.payload)) for frame in here.frames()])  # type: ignore[misc]
+    back = assemble([(frame.header, bytes(frame.payload)) for frame in there])  # type: ignore[misc]
     assert all(same(back[name], STATE[name]) for name in STATE)
 
 

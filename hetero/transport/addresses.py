@@ -16,6 +16,10 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 LOOPBACK = "127.0.0.1"
 _TAILSCALE = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598, which overlay networks use
 HOW_TO_PAIR = "python -m hetero.pair on one machine, python -m hetero.pair join on the others"
+HOW_TO_PAIR_ANEW = (
+    "python -m hetero.pair on one machine shows the code, python -m hetero.pair join --new on the other takes it; "
+    "then start the worker again"
+)
 
 
 def bare_host(host: str) -> str:

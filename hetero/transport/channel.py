@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hetero.errors import PeerError
+from hetero.transport.addresses import HOW_TO_PAIR_ANEW
 from hetero.transport.identity import Identity
 
 _RECORD_BYTES = 16 * 1024  # the most that one TLS record holds (RFC 8446, section 5.1)
@@ -127,8 +128,7 @@ class TlsChannel:
             with contextlib.suppress(OSError):
                 self._flush()  # the alert
             raise PeerError(
-                f"could not prove to be a member of this group ({_reason(exc)}); pair it: python -m hetero.pair shows "
-                "the code, python -m hetero.pair join --new takes it; then start the worker again"
+                f"could not prove to be a member of this group ({_reason(exc)}); pair it: {HOW_TO_PAIR_ANEW}"
             ) from exc
         self._identity.check_peer(self._tls)
         self._flush()
