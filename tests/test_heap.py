@@ -49,15 +49,17 @@ def steps(way: str) -> list[tuple[int, int]]:
     return [(int(peak), int(faults)) for peak, faults in map(str.split, done.stdout.splitlines())]
 
 
+def grown(steps_: list[tuple[int, int]]) -> float:
+    """By what part of the first step's peak, in which all goes back at once, the others' exceed it on average."""
+    (needed, _), *later = steps_
+    return sum(peak / needed - 1 for peak, _ in later) / len(later)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own settings")
-def test_freed_memory_is_kept_for_the_next_tensors_and_the_process_does_not_grow() -> None:
-    (needed, faults), *later = steps("bounded")
-    assert max(peak for peak, _ in later) <= 1.18 * needed  # all tensors' sizes differ from step to step
+def test_freed_memory_is_kept_for_the_next_tensors_and_the_process_hardly_grows() -> None:
+    """Compared with the same process without the bound; all tensors' sizes differ from step to step."""
+    bounded = steps("bounded")
+    assert grown(bounded) < 0.5 * grown(steps("unbounded"))
+    (needed, faults), *later = bounded
+    assert max(peak for peak, _ in later) < 1.18 * needed
     assert max(number for _, number in later) < 0.3 * faults
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own settings")
-def test_without_the_bound_it_grows() -> None:
-    """Otherwise the test above shows nothing."""
-    (needed, _), *later = steps("unbounded")
-    assert max(peak for peak, _ in later) > 1.2 * needed
