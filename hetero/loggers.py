@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,9 +10,6 @@ from hetero.log_file import LogFile
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "eval.jsonl"
-
-_SECRET = re.compile(r"(?:^|[_.-])(?:api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_HIDDEN = "(hidden)"
 
 
 class RunLogger(Protocol):
@@ -93,18 +89,3 @@ def flat_evaluation(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of an evaluation, as `eval/NAME`, but its step; what is null is left out."""
     named = {key: f"eval/{key.removeprefix('eval_')}" for key in record if key != "step" and record[key] is not None}
     return {"step": record["step"]} | {name: record[key] for key, name in named.items()}
-
-
-def without_secrets(value: Any) -> Any:
-    """Plain data as it may leave this machine: what a key such as `api_key` names is hidden, at any depth."""
-    if isinstance(value, dict):
-        return {
-            key: _HIDDEN if _SECRET.search(str(key)) and item is not None else without_secrets(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [without_secrets(item) for item in value]
-    if isinstance(value, str):  # an override as it was typed
-        key, equals, _ = value.partition("=")
-        return f"{key}={_HIDDEN}" if equals and _SECRET.search(key.lstrip("+")) else value
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from hetero import charts
 from hetero.charts import Line, bar, line_chart, show
 from hetero.curves import RECENT, Curves, StageCurves
 from hetero.errors import show_address
+from hetero.hiding import without_secrets
 from hetero.page import page, text
 from hetero.run_files import Status
 from hetero.series import Series
@@ -42,9 +42,6 @@ details { margin: 12px 0; } summary { cursor: pointer; font-weight: 600; }
 )
 
 _COLOUR = {"running": "", "finished": "good", "stopped": "warn", "interrupted": "warn", "failed": "bad"}
-# Of keys whose values nobody should see on a page that is passed on; and of a password within an address.
-_SECRET = re.compile(r"(^|[_.-])(api_?keys?|token|secrets?|passwords?|passwd|credentials?)$", re.IGNORECASE)
-_IN_URL = re.compile(r"(?<=://)[^/\s@:]*:[^/\s@]*(?=@)")
 
 
 def run_page(
@@ -92,14 +89,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from flat(item, f"{name}[{index}]")
     else:
-        yield name, hidden(name, value)
-
-
-def hidden(name: str, value: Any) -> Any:
-    """A value as it may be shown under its key."""
-    if value is not None and _SECRET.search(name):
-        return "(hidden)"
-    return _IN_URL.sub("(hidden)", value) if isinstance(value, str) else value
+        yield name, without_secrets(value, name)
 
 
 def duration(seconds: float) -> str:

@@ -20,9 +20,10 @@ from hetero.charts import Line, bar, line_chart, show
 from hetero.curves import RECENT, Curves
 from hetero.errors import ConfigError
 from hetero.folders import read_object
+from hetero.hiding import without_secrets
 from hetero.page import page, text
 from hetero.run_files import JOB, REPORT, RUN, read_run, write_atomically
-from hetero.run_page import REFRESH_S, STYLE, duration, hidden
+from hetero.run_page import REFRESH_S, STYLE, duration
 from hetero.series import Series
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
     said = f"{len(jobs)} jobs" + (f", {failed} failed" if failed else "") + (", more to come" if live else "")
     parts = [f"<style>{STYLE}{_STYLE}</style>", f"<p>{said}. {text(RULE)}</p>"]
     if same:
-        shown = ", ".join(f"{key}={hidden(key, value)}" for key, value in same.items())
+        shown = ", ".join(f"{key}={without_secrets(value, key)}" for key, value in same.items())
         parts.append(f'<p class="faint">Of all jobs: <code>{text(shown)}</code></p>')
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
     parts.append(f'<div class="wide"><table class="jobs"><tr>{cells}</tr>{"".join(rows)}</table></div>')
@@ -189,7 +190,7 @@ def table_of(jobs: Sequence[Job], *, narrow: bool = False) -> Table:
                 busy,
                 f"{job.idle or 0.0:.0%}",
             ]
-        values = [escape(str(hidden(key, job.overrides.get(key, "")))) for key in keys]
+        values = [escape(str(without_secrets(job.overrides.get(key, ""), key))) for key in keys]
         mark = " ★" if job is best else ""
         table.add_row(
             f"{job.number}{mark}",
@@ -331,7 +332,7 @@ def _row(folder: Path, job: Job, keys: Sequence[str], best: bool, lowest: bool, 
         name = f'<a href="{text(quote(shown.relative_to(folder).as_posix()))}">{name}</a>'
     mark = ' <b class="good" title="the fastest job that finished">★</b>' if best else ""
     cells = [f'<td class="nowrap">{name}{mark}</td>']
-    cells += [f"<td>{text(hidden(key, job.overrides.get(key, '')))}</td>" for key in keys]
+    cells += [f"<td>{text(without_secrets(job.overrides.get(key, ''), key))}</td>" for key in keys]
     if job.curves is None or job.step_time_s is None:
         cells += ['<td class="faint">–</td>'] * 6
     else:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero import packages
-from hetero.loggers import flat_evaluation, flat_step, without_secrets
+from hetero.hiding import without_secrets
+from hetero.loggers import flat_evaluation, flat_step
 
 FLUSH_S = 10  # a person who looks on sees no older numbers, and a killed run has lost no more
 

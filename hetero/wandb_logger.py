@@ -10,7 +10,8 @@ from typing import Any
 
 from hetero import packages
 from hetero.errors import ConfigError
-from hetero.loggers import flat_evaluation, flat_step, without_secrets
+from hetero.hiding import without_secrets
+from hetero.loggers import flat_evaluation, flat_step
 
 MODES = ("offline", "online")
 ANSWER_S = 8  # that the server has at the start; a run that cannot be logged as wanted should not be kept waiting

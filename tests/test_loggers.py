@@ -18,7 +18,7 @@ from processes import losses, metrics, run_here, train_here
 
 from hetero.csv_logger import CsvLogger
 from hetero.errors import ConfigError
-from hetero.loggers import JsonlLogger, RunLogger, without_secrets
+from hetero.loggers import JsonlLogger, RunLogger
 from hetero.tensorboard_logger import TensorBoardLogger
 from hetero.wandb_logger import WandbLogger
 
@@ -288,15 +288,6 @@ def test_steps_taken_again_are_kept_beside_those_before_in_wandb(tmp_path: Path)
     assert stored["config"]["run"]["resumed"]["run_id"] == "earlier"
     assert stored["exit"] == 1 and stored["summary"]["error"] == "the machine is gone"
     assert not any(b"HUSH" in found.read_bytes() for found in tmp_path.rglob("*") if found.is_file())
-
-
-def test_values_whose_key_says_secret_do_not_leave_the_machine() -> None:
-    given = {"a": [{"api_key": "x", "max_tokens": 3}], "hf_token": "x", "tokens": 5, "token": None}
-    shown = {"a": [{"api_key": "(hidden)", "max_tokens": 3}], "hf_token": "(hidden)", "tokens": 5, "token": None}
-    assert without_secrets(given) == shown
-    assert without_secrets(["+logger.own.password=x=y", "run_name=token", "a"]) == [
-        "+logger.own.password=(hidden)", "run_name=token", "a",
-    ]  # fmt: skip
 
 
 def read_tensorboard(run_dir: Path) -> dict[str, dict[int, float]]:
