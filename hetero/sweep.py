@@ -138,7 +138,7 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
         "step time",
         "tokens/s",
         "final loss",
-        f"mean of last {min(RECENT, max((job.curves.steps for job in jobs if job.curves), default=RECENT))}",
+        f"mean of last {_num_recent(jobs)}",
         "computing",
         "idle",
         "status",
@@ -165,6 +165,11 @@ def sweep_page(folder: Path, jobs: Sequence[Job], *, live: bool = False) -> str:
     return page(f"sweep {folder.name}", "\n".join(parts), refresh_s=REFRESH_S if live else None)
 
 
+def _num_recent(jobs: Sequence[Job]) -> int:
+    """Of how many steps the mean loss is; of fewer in jobs that are shorter."""
+    return min(RECENT, max((job.curves.steps for job in jobs if job.curves), default=RECENT))
+
+
 def table_of(jobs: Sequence[Job], *, narrow: bool = False) -> Table:
     """The same for a terminal; in a narrow one without the figures that only the page then has."""
     keys, _ = varied(jobs)
@@ -173,7 +178,7 @@ def table_of(jobs: Sequence[Job], *, narrow: bool = False) -> Table:
     table.add_column("job", no_wrap=True)
     for name in keys:
         table.add_column(name.rpartition(".")[2] if narrow else name, overflow="fold")
-    names = ("step", "tokens/s", "loss", f"last {RECENT}", "computing", "idle")
+    names = ("step", "tokens/s", "loss", f"last {_num_recent(jobs)}", "computing", "idle")
     chosen = [index for index, name in enumerate(names) if not narrow or name in ("step", "loss", "idle")]
     for index in chosen:
         table.add_column(names[index], justify="right", no_wrap=True)
