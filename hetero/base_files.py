@@ -1,4 +1,4 @@
-"""The tensors of a base model's files by the names of the model, 4-bit ones as the 16-bit ones that they stand for."""
+"""The tensors of a base model's files by the names of the model, 4-bit ones as the values that they stand for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,25 @@ import torch
 
 from hetero.errors import ConfigError
 from hetero.folders import one_line
+from hetero.mxfp4 import BLOCKS, SCALES, values_of
 from hetero.shards import INDEX
 from hetero.tensor_files import Entry, read_entries
 from hetero.tensor_stream import NAMES, read_tensor
 
 SINGLE = "model.safetensors"
+_NF4_STATE = ".quant_state.bitsandbytes__"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is."""
+
+    file: Path
+    entry: Entry
+
+    def read(self) -> torch.Tensor:
+        """What is there."""
+        return read_tensor(self.file, self.entry)
 
 
 @dataclass(frozen=True)
@@ -25,11 +39,11 @@ class BaseTensor:
 
     Attributes:
         file: that holds it.
-        key: its name there.
+        key: its name there, without what says that it is packed.
         entry: its place there.
         dtype: of the values.
         shape: of the values.
-        quantised: names and places of what belongs to 4-bit values; empty for others.
+        quantised: what belongs to 4-bit values; empty for others. By bitsandbytes' names for nf4; `_scales` for mxfp4.
     """
 
     file: Path
@@ -37,53 +51,69 @@ class BaseTensor:
     entry: Entry
     dtype: str
     shape: list[int]
-    quantised: Mapping[str, Entry] = field(default_factory=dict)
+    quantised: Mapping[str, Stored] = field(default_factory=dict)
 
     def read(self) -> torch.Tensor:
         """Its values."""
         raw = read_tensor(self.file, self.entry)
         if not self.quantised:
             return raw
+        about = {key: stored.read() for key, stored in self.quantised.items()}
+        if SCALES in about:
+            return values_of(raw, about[SCALES])
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        about = {key: read_tensor(self.file, entry) for key, entry in self.quantised.items()}
         state = QuantState.from_dict(about, device=torch.device("cpu"))
         values: torch.Tensor = dequantize_4bit(raw, state)
         return values.reshape(self.shape)
 
 
 def read_base(folder: Path, config: Mapping[str, Any]) -> dict[str, list[BaseTensor]]:
-    """File name -> its tensors, with 4-bit ones as one tensor each.
+    """File name -> its tensors, with 4-bit ones as one tensor each, in the file that has their values.
 
     Raises:
-        ConfigError: files are damaged, or the base is quantised in another way than bitsandbytes' 4 bits.
+        ConfigError: files are damaged, or the base is quantised in a way that is not known here.
     """
-    quantised = is_quantised(config)
-    found = {}
+    kind = stored_in(config)
+    stored: dict[str, Stored] = {}
     for name in _file_names(folder):
         try:
-            entries = read_entries(folder / name)
-            found[name] = _tensors(folder / name, entries, quantised)
+            stored |= {key: Stored(folder / name, entry) for key, entry in read_entries(folder / name).items()}
         except (ValueError, KeyError) as exc:
-            raise ConfigError(f"the base model's file {folder / name} is damaged: {one_line(exc)}") from None
+            raise _damaged(folder / name, exc) from None
+    found: dict[str, list[BaseTensor]] = {}
+    belonging = {"none": _nothing, "nf4": _of_nf4, "mxfp4": _of_mxfp4}[kind](stored)
+    parts = {key for own in belonging.values() for key in own.values()}
+    for key, place in stored.items():
+        if key not in parts:
+            try:
+                own = {name: stored[part] for name, part in belonging.get(key, {}).items()}
+                found.setdefault(place.file.name, []).append(_base_tensor(key, place, own))
+            except (ValueError, KeyError) as exc:
+                raise _damaged(place.file, exc) from None
     return found
 
 
-def is_quantised(config: Mapping[str, Any]) -> bool:
-    """Whether a base holds bitsandbytes' 4-bit values.
+def stored_in(config: Mapping[str, Any]) -> str:
+    """In which numbers a base is: `none` (16 or 32 bits), `nf4` (or bitsandbytes' other 4 bits) or `mxfp4`.
 
     Raises:
-        ConfigError: it is quantised in another way.
+        ConfigError: in others.
     """
     about = config.get("quantization_config")
     if about is None:
-        return False
-    if about.get("quant_method", "bitsandbytes") == "bitsandbytes" and about.get("load_in_4bit"):
-        return True
+        return "none"
+    method = about.get("quant_method", "bitsandbytes")
+    if method == "mxfp4" or (method == "bitsandbytes" and about.get("load_in_4bit")):
+        return "mxfp4" if method == "mxfp4" else "nf4"
     raise ConfigError(
-        f"--base must be a model in 16 or 32 bits or in bitsandbytes' 4 bits, got one that is quantised by "
-        f"{about.get('quant_method')!r}; name the model that it was made from: --base PATH"
+        "--base must be a model in 16 or 32 bits, in bitsandbytes' 4 bits or in mxfp4, got one that is quantised by "
+        f"{method!r}; name the model that it was made from: --base PATH"
     )
+
+
+def _damaged(file: Path, exc: Exception) -> ConfigError:
+    return ConfigError(f"the base model's file {file} is damaged: {one_line(exc)}")
 
 
 def _file_names(folder: Path) -> Sequence[str]:
@@ -93,21 +123,31 @@ def _file_names(folder: Path) -> Sequence[str]:
     return sorted(set(index["weight_map"].values()))
 
 
-def _tensors(file: Path, entries: dict[str, Entry], quantised: bool) -> list[BaseTensor]:
-    states = [key for key in entries if ".quant_state.bitsandbytes__" in key] if quantised else []
-    belongs: dict[str, dict[str, Entry]] = {}
-    for state in states:
-        weight = state.partition(".quant_state.")[0]
-        belongs[weight] = {key[len(weight) + 1 :]: e for key, e in entries.items() if key.startswith(f"{weight}.")}
-    parts = {f"{weight}.{key}" for weight, own in belongs.items() for key in own}
-    found = []
-    for key, entry in entries.items():
-        if key in parts:
-            continue
-        dtype, shape = entry.dtype, entry.shape
-        if key in belongs:
-            packed = next(e for k, e in belongs[key].items() if k.startswith("quant_state."))
-            about = json.loads(bytes(read_tensor(file, packed).tolist()))
-            dtype, shape = NAMES[getattr(torch, about["dtype"])], list(about["shape"])
-        found.append(BaseTensor(file, key, entry, dtype, shape, belongs.get(key, {})))
+def _nothing(_stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
+    return {}
+
+
+def _of_nf4(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
+    """Key of a packed weight -> bitsandbytes' names for what belongs to it -> their keys."""
+    found = {}
+    for weight in (key.partition(".quant_state.")[0] for key in stored if _NF4_STATE in key):
+        found[weight] = {key[len(weight) + 1 :]: key for key in stored if key.startswith(f"{weight}.")}
     return found
+
+
+def _of_mxfp4(stored: Mapping[str, Stored]) -> dict[str, dict[str, str]]:
+    """Key of blocks -> `_scales` -> their key."""
+    blocks = [key for key in stored if key.endswith(BLOCKS)]
+    return {key: {SCALES: key.removesuffix(BLOCKS) + SCALES} for key in blocks}
+
+
+def _base_tensor(key: str, place: Stored, own: Mapping[str, Stored]) -> BaseTensor:
+    entry = place.entry
+    if SCALES in own:
+        experts, made, pieces, half = entry.shape
+        return BaseTensor(place.file, key.removesuffix(BLOCKS), entry, "BF16", [experts, pieces * half * 2, made], own)
+    if own:
+        packed = next(stored for name, stored in own.items() if name.startswith("quant_state."))
+        about = json.loads(bytes(packed.read().tolist()))
+        return BaseTensor(place.file, key, entry, NAMES[getattr(torch, about["dtype"])], list(about["shape"]), own)
+    return BaseTensor(place.file, key, entry, entry.dtype, entry.shape)

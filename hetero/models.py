@@ -18,6 +18,7 @@ from torch import nn
 from hetero.errors import ConfigError
 from hetero.families import Family, check_attention, family_of, family_of_config
 from hetero.folders import one_line
+from hetero.mxfp4 import dequantised_in_pieces, loaded_as_numbers
 from hetero.quantization import (
     check_nf4,
     check_stored,
@@ -25,11 +26,14 @@ from hetero.quantization import (
     nf4_as_stored,
     nf4_on_load,
     quantised_in_pieces,
+    stored_quantization,
 )
 from hetero.shards import own_files
 from hetero.token_loss import Scaling
 
 log = logging.getLogger(__name__)
+
+_PIECEWISE = {"nf4": quantised_in_pieces, "mxfp4": dequantised_in_pieces}
 
 
 class PassThrough(nn.Module):
@@ -102,14 +106,17 @@ def load_stage(
         options["quantization_config"] = nf4_on_load(dtype)
     stored = getattr(config, "quantization_config", None)
     check_stored(stored, [quantization])
-    if stored is not None:
+    kind = stored_quantization(stored)
+    if kind == "nf4":
         del options["quantization_config"]
         config.quantization_config = nf4_as_stored(stored, dtype)
+    elif kind == "mxfp4":
+        config.quantization_config = loaded_as_numbers()
     extent = {"num_layers": config.num_hidden_layers, "tied": config.tie_word_embeddings}
     try:
         with (
             own_files(path, family, start, end, **extent) as own_path,
-            quantised_in_pieces() if quantization == "nf4" else nullcontext(),
+            _PIECEWISE.get(quantization if kind == "none" else kind, nullcontext)(),
         ):
             model, info = _stage_class(cls, family, start, end).from_pretrained(
                 own_path,
@@ -125,6 +132,13 @@ def load_stage(
     except (OSError, ValueError, SafetensorError) as exc:
         first_line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {first_line}") from exc
+    except RuntimeError as exc:
+        if "automatic conversion of the weights" not in str(exc):
+            raise
+        raise ConfigError(
+            f"model.path {str(path)!r} must hold all parts of the experts of layers [{start}, {end}): some do not fit "
+            "together"
+        ) from exc
     lacking = sorted({*info["missing_keys"], *(key for key, *_shapes in info["mismatched_keys"])})
     if lacking:
         raise ConfigError(

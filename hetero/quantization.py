@@ -20,15 +20,10 @@ if TYPE_CHECKING:
 _MPS_TORCH, _MPS_MACOS = (2, 9), (14, 0)
 _CUDA_CAPABILITY = (6, 0)
 _PIECE_VALUES = 1 << 20
-# For checkpoints that many people have in these numbers alone.
-_REMEDIES = {
-    "mxfp4": "its experts' blocks take no gradient and are not turned into 16 bits stage by stage, so convert it once: "
-    "AutoModelForCausalLM.from_pretrained(PATH, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(DIR)",
-}
 
 
 def stored_quantization(about: Any) -> str:
-    """In which numbers a checkpoint holds its linear layers: `none` (16 or 32 bits) or `nf4`.
+    """In which numbers a checkpoint is: `none` (16 or 32 bits), `nf4` (its linear layers) or `mxfp4` (its experts).
 
     Args:
         about: `quantization_config` of its config.json; None where there is none.
@@ -39,6 +34,8 @@ def stored_quantization(about: Any) -> str:
     if about is None:
         return "none"
     given = dict(about) if isinstance(about, Mapping) else {}
+    if given.get("quant_method") == "mxfp4":
+        return "mxfp4"
     if given.get("quant_method") == "bitsandbytes" and given.get("load_in_4bit"):
         kind = given.get("bnb_4bit_quant_type")
         if kind == "nf4":
@@ -46,10 +43,9 @@ def stored_quantization(about: Any) -> str:
         held = f"4 bits of the type {kind!r}"
     else:
         held = f"numbers of the method {given.get('quant_method')!r}"
-    remedy = _REMEDIES.get(str(given.get("quant_method")), "take the model's 16-bit checkpoint")
     raise ConfigError(
-        f"model.path must hold weights in 16 or 32 bits, or in bitsandbytes' nf4, got {held} (quantization_config of "
-        f"its config.json); {remedy}"
+        "model.path must hold weights in 16 or 32 bits, in bitsandbytes' nf4 or in mxfp4, got "
+        f"{held} (quantization_config of its config.json); take the model's 16-bit checkpoint"
     )
 
 
@@ -61,16 +57,21 @@ def check_stored(about: Any, quantizations: Sequence[str | None]) -> None:
         quantizations: of each stage, in order.
 
     Raises:
-        ConfigError: the checkpoint is in 4 bits and a stage wants 16 or 32.
+        ConfigError: the checkpoint is in nf4 and a stage wants 16 or 32 bits, or it is in mxfp4 and a stage wants nf4.
     """
-    if stored_quantization(about) == "none":
-        return
+    stored = stored_quantization(about)
     for index, wanted in enumerate(quantizations):
-        if wanted != "nf4":
+        where = f"shard_plan.stages[{index}].quantization must be"
+        if stored == "nf4" and wanted != "nf4":
             raise ConfigError(
-                f"shard_plan.stages[{index}].quantization must be nf4 where model.path holds 4-bit weights already "
+                f"{where} nf4 where model.path holds 4-bit weights already "
                 f"(quantization_config of its config.json), got {wanted!r}; give model.quantization=nf4, or take the "
                 "model's 16-bit checkpoint"
+            )
+        if stored == "mxfp4" and wanted == "nf4":
+            raise ConfigError(
+                f"{where} none where model.path holds experts in mxfp4 (quantization_config of its config.json), which "
+                "become 16 bits while they are loaded, got 'nf4'; give model.quantization=none"
             )
 
 

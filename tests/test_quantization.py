@@ -182,7 +182,6 @@ def test_16_bit_stage_of_a_4_bit_checkpoint_is_refused_before_anything_runs(in_4
     ("about", "held"),
     [
         ({"quant_method": "gptq", "bits": 4}, "method 'gptq'"),
-        ({"quant_method": "mxfp4"}, r"method 'mxfp4'.*convert it once: .*Mxfp4Config\(dequantize=True\)"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "method 'bitsandbytes'"),
         (NF4 | {"bnb_4bit_quant_type": "fp4"}, "type 'fp4'"),
         ("odd", "method None"),
