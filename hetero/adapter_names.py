@@ -6,11 +6,41 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from hetero.errors import ConfigError
 from hetero.families import Family
 from hetero.spec import AdapterSpec
 
 _MOST_SHOWN = 12
+
+
+def check_saved(spec: AdapterSpec, whole: nn.Module) -> None:
+    """Refuses names of modules to train in full that cannot be.
+
+    Args:
+        spec: the adapter.
+        whole: the model.
+
+    Raises:
+        ConfigError: lists the names and those that there are.
+    """
+    asked = spec.modules_to_save if isinstance(spec.modules_to_save, list) else []
+    modules = {name: module for name, module in whole.named_modules() if name}
+    can = [name for name, module in modules.items() if _can_be_saved(module)]
+    wrong = [name for name in asked if not _matched(name, can) or any(_ends(n, name) for n in modules if n not in can)]
+    there = sorted({name.rpartition(".")[2] for name in can if not name.rpartition(".")[2].isdecimal()})
+    _refuse("modules_to_save", wrong, "name modules of the model that have weights", there)
+
+
+def _can_be_saved(module: nn.Module) -> bool:
+    """Whether it has weights of its own and is not about all layers."""
+    several = any(isinstance(part, nn.ModuleList) for part in module.modules())
+    return not several and any(True for _ in module.parameters())
+
+
+def _ends(name: str, asked: str) -> bool:
+    return name == asked or name.endswith(f".{asked}")
 
 
 def refuse_unmatched(spec: AdapterSpec, config: Any, adapter: Any, names: Sequence[str], family: Family) -> None:
@@ -29,12 +59,6 @@ def refuse_unmatched(spec: AdapterSpec, config: Any, adapter: Any, names: Sequen
     if isinstance(config.target_modules, list | set):
         unmatched = [name for name in sorted(config.target_modules) if not _matched(name, adapter.targets)]
         _refuse("target_modules", unmatched, "each match a module of the model", (*family.linear_modules, "lm_head"))
-    _refuse(
-        "modules_to_save",
-        [name for name in config.modules_to_save or [] if not any(saved.endswith(name) for saved in adapter.saved)],
-        "name modules of the model",
-        sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdecimal()} - {""}),
-    )
     _refuse(
         "target_parameters",
         [name for name in spec.target_parameters or [] if not _matched(name, adapter.parameters)],
@@ -65,7 +89,7 @@ def _check_excluded(spec: AdapterSpec, names: Sequence[str], family: Family) -> 
 
 
 def _matched(asked: str, names: Iterable[str]) -> bool:
-    return any(name == asked or name.endswith(f".{asked}") for name in names)
+    return any(_ends(name, asked) for name in names)
 
 
 def _refuse(key: str, unmatched: Sequence[str], rule: str, there: Sequence[str]) -> None:

@@ -30,7 +30,9 @@ def check_options(spec: AdapterSpec, family: Family, *, tied: bool, quantization
     _check_targets(spec)
     if "nf4" in quantizations:
         _check_saved_in_4_bits(spec, family)
-    _check_parameters(spec, family, quantized="nf4" in quantizations)
+    if spec.target_parameters:
+        quantized = "nf4" in quantizations
+        check_parameters(spec, family, "adapter.target_parameters", quantized=quantized)
     if spec.lora_bias and spec.use_dora:
         raise ConfigError("adapter.lora_bias must be false with adapter.use_dora: PEFT's DoRA has no bias of its own")
     if spec.lora_bias and _names(spec, family.embedding):
@@ -128,9 +130,18 @@ def refusal_of_4_bits(module: str) -> str:
     )
 
 
-def _check_parameters(spec: AdapterSpec, family: Family, *, quantized: bool) -> None:
-    if not spec.target_parameters:
-        return
+def check_parameters(spec: AdapterSpec, family: Family, asked: str, *, quantized: bool = False) -> None:
+    """Refuses what does not go together with adapted parameters.
+
+    Args:
+        spec: the adapter.
+        family: of the model.
+        asked: what asks for them, for the message.
+        quantized: whether a stage is in 4 bits.
+
+    Raises:
+        ConfigError: names the option and the reason.
+    """
     must: list[tuple[str, bool, str]] = [
         ("adapter.dropout must be 0", spec.dropout > 0, "the input of a parameter cannot be dropped"),
         ("adapter.use_dora must be false", spec.use_dora, "PEFT has no DoRA of a parameter"),
@@ -151,7 +162,7 @@ def _check_parameters(spec: AdapterSpec, family: Family, *, quantized: bool) -> 
     ]
     for rule, broken, reason in must:
         if broken:
-            raise ConfigError(f"{rule} with adapter.target_parameters: {reason}")
+            raise ConfigError(f"{rule} with {asked}: {reason}")
 
 
 def _names(spec: AdapterSpec, module: str) -> bool:

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hetero.adapter_names import matched_by_pattern, refuse_unmatched
-from hetero.adapter_rules import check_options, refusal_of_4_bits
+from hetero.adapter_names import check_saved, matched_by_pattern, refuse_unmatched
+from hetero.adapter_rules import check_options, check_parameters, refusal_of_4_bits
 from hetero.errors import ConfigError
+from hetero.expert_targets import judge, reaches_parameters
 from hetero.families import FAMILIES, Family, check_layers, check_target_names, family_of, layer_of
 from hetero.keys import key64
 from hetero.models import AddsNothing, PassThrough
@@ -109,23 +110,21 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
         ConfigError: a target matches nothing, or tied embeddings would train.
     """
     load_peft(four_bit=False)
-    from peft import get_peft_model, get_peft_model_state_dict
-
     family = family_of(whole.config.model_type)
     tied = bool(whole.config.tie_word_embeddings)
     check_options(spec, family, tied=tied, quantizations=())
     check_layers(spec.layers_to_transform, whole.config.num_hidden_layers)
     names = [name for name, _ in whole.named_modules()]
+    linear = [name for name, module in whole.named_modules() if isinstance(module, nn.Linear)]
+    check_saved(spec, whole)
     config = lora_config(spec, family, whole)
-    trial = copy.deepcopy(config)
-    trial.init_lora_weights = True  # there are no values on the meta device that others could be taken from
-    if config.target_modules == set() and not spec.target_parameters:
-        trial.target_modules = _no_targets()
+    reaches = False
     try:
-        with warnings.catch_warnings():  # what PEFT warns about is refused below, or noted
-            warnings.simplefilter("ignore")
-            peft_model = get_peft_model(whole, trial, low_cpu_mem_usage=True)
-            state = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+        reaches = reaches_parameters(config, whole)
+        if reaches:
+            asked = f"adapter.target_modules={spec.target_modules}, which adapts parameters of this model's experts"
+            check_parameters(spec, family, asked)
+        peft_model, state = _tried(config, spec, whole)
     except ValueError as exc:
         raise ConfigError(
             f"adapter.target_modules must match modules of the model ({', '.join(family.linear_modules)}), "
@@ -133,13 +132,15 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
         ) from None
     resolved = peft_model.peft_config["default"]
     tuner = peft_model.base_model
+    targets, parameters = tuple(tuner.targeted_module_names), tuple(tuner.targeted_parameter_names)
+    notes = judge(str(spec.target_modules), targets, parameters, linear) if reaches else []
     adapter = ResolvedAdapter(
         resolved,
         {key: list(tensor.shape) for key, tensor in state.items()},
-        tuple(tuner.targeted_module_names),
-        tuple(tuner.targeted_parameter_names),
+        targets,
+        parameters,
         tuple(_saved_modules(peft_model)),
-        tuple(_notes(spec, peft_model)),
+        (*_notes(spec, peft_model), *notes),
     )
     if tied:
         _refuse_trained_embedding(adapter.shapes, family)
@@ -149,6 +150,12 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
             "not train beside those that do; adapter.bias=lora_only, or leave these modules out"
         )
     refuse_unmatched(spec, config, adapter, names, family)
+    for name in adapter.saved:
+        if inside := [parameter for parameter in parameters if parameter.startswith(f"{name}.")]:
+            raise ConfigError(
+                f"adapter.modules_to_save must leave out what holds a target parameter, got {name} with {inside[0]}: "
+                "PEFT cannot load such an adapter again"
+            )
     resolved.inference_mode = False
     resolved.base_model_name_or_path = base_name
     resolved.init_lora_weights = spec.init_lora_weights
@@ -159,6 +166,24 @@ def resolve(whole: Any, spec: AdapterSpec, base_name: str) -> ResolvedAdapter:
         if isinstance(value := getattr(resolved, key), set):
             setattr(resolved, key, sorted(value))
     return adapter
+
+
+def _tried(config: Any, spec: AdapterSpec, whole: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A whole model on the meta device with an adapter on it, and what would be saved of it.
+
+    Raises:
+        ValueError: PEFT refuses it.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    trial = copy.deepcopy(config)
+    trial.init_lora_weights = True  # there are no values on the meta device that others could be taken from
+    if config.target_modules == set() and not spec.target_parameters:
+        trial.target_modules = _no_targets()
+    with warnings.catch_warnings():  # what PEFT warns about is refused elsewhere, or noted
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(whole, trial, low_cpu_mem_usage=True)
+        return peft_model, get_peft_model_state_dict(peft_model, save_embedding_layers=False)
 
 
 def _no_targets() -> str:
@@ -242,7 +267,7 @@ def _share_of(adapter: ResolvedAdapter, model: Any) -> Any:
     config.exclude_modules = config.layers_to_transform = config.base_model_name_or_path = None
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, key)
-        setattr(config, key, {k: v for k, v in pattern.items() if matched_by_pattern(k, own)})
+        setattr(config, key, {k: v for k, v in pattern.items() if matched_by_pattern(k, [*own, *parameters])})
     return config
 
 

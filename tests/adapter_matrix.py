@@ -103,8 +103,17 @@ for _family in ("mixtral", "qwen3_moe", "gpt_oss"):  # where the table has them
             _with(QV, target_parameters=["layers.1.mlp.experts.down_proj"], rank_pattern={"v_proj": 2}),
         )
         CASES[f"experts_copied_{_family}"] = _family, QV
+# PEFT takes what this names for parameters of experts, with a rank of their own.
+_LINEAR = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
+CASES |= {f"experts_linear_{name}": (name, _with(AUTO, target_modules="all-linear")) for name in _LINEAR}
+CASES["experts_regex"] = "qwen3_moe", _with(AUTO, target_modules=r".*_proj", rank_pattern={"q_proj": 2})
 # Cases that cannot be made one model with their base, by design.
-NOT_MERGED = {name for name, (_, spec) in CASES.items() if spec.target_parameters}
+NOT_MERGED = {
+    name
+    for name, (model, spec) in CASES.items()
+    if spec.target_parameters
+    or (name.startswith(("experts_linear", "experts_regex")) and model not in ("qwen2_moe", "gpt_oss"))
+}
 
 # Runs in a process of its own, as a user would; every warning about the adapter is an error.
 _LOAD = """
@@ -122,6 +131,8 @@ for name, case in cases.items():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", FutureWarning)  # transformers' own, about names that peft still uses
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # true, and meant
+            # Of patterns that PEFT itself adds for parameters: it looks for modules, and uses them all the same.
+            warnings.filterwarnings("ignore", r"The following \\w+_pattern keys.*gate_up_proj'\\]")
             base = AutoModelForCausalLM.from_pretrained(case["base"], dtype=torch.float32)
             if case["adapter"]:
                 base = PeftModel.from_pretrained(base, case["adapter"])

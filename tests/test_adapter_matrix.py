@@ -83,6 +83,7 @@ IN_4_BITS: dict[str, tuple[str, dict[str, Any]]] = {
     "bias_all": ("llama_bias", {"bias": "all"}),
     "head_and_norm": ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]}),
     "gaussian": ("llama", {"init_lora_weights": "gaussian", "use_rslora": True}),
+    "experts": ("qwen3_moe", {"target_modules": "all-linear"}),
     "gpt2_dora": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True, "bias": "lora_only"}),
 }
 

@@ -370,6 +370,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"target_parameters": ["x"], "layers_to_transform": [1]},
         ("layers_to_transform", "target_parameters"),
     ),
+    "experts_dropped": ("qwen3_moe", {"target_modules": "all-linear", "dropout": 0.1}, ("dropout", "all-linear")),
+    "experts_dora": ("mixtral", {"target_modules": "all-linear", "use_dora": True}, ("use_dora", "all-linear")),
+    "experts_of_some_layers": (
+        "qwen3_moe",
+        {"target_modules": r".*layers\.[1-5]\..*_proj"},
+        ("target_modules", "some layers", "layers.0.self_attn.q_proj"),
+    ),
+    "experts_of_some_layers_alone": (
+        "mixtral",
+        {"target_modules": r".*layers\.1\.mlp\.experts\.(w1|w2|w3)"},
+        ("target_modules", "some layers", "layers.0.mlp.experts"),
+    ),
+    "parameters_saved": (
+        "qwen3_moe",
+        {"target_parameters": ["mlp.experts.down_proj"], "modules_to_save": ["mlp"]},
+        ("modules_to_save", "mlp with", "experts.down_proj"),
+    ),
+    "saved_list": ("llama", {"modules_to_save": ["layers"]}, ("modules_to_save", "'layers'", "lm_head")),
+    "saved_whole": ("llama", {"modules_to_save": ["model"]}, ("modules_to_save", "'model'", "lm_head")),
+    "saved_by_a_letter": ("llama", {"modules_to_save": ["s"]}, ("modules_to_save", "'s'", "lm_head")),
+    "saved_without_weights": ("llama", {"modules_to_save": ["rotary_emb"]}, ("modules_to_save", "'rotary_emb'")),
     "parameters_gpt2": ("gpt2", {"target_parameters": ["x"]}, ("target_parameters",)),
 }
 
