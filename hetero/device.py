@@ -19,6 +19,7 @@ from hetero.heap import Heap
 # The default generator of a device belongs to the process; whoever keys it holds this lock while its draws last.
 _GENERATOR_LOCK = threading.RLock()
 
+_NORM_VALUES = 1 << 20  # of a tensor whose norm is taken, at once
 _MPS_SLACK_BYTES = 256 << 20  # that torch's cache on MPS may hold besides twice of what is in use
 
 
@@ -85,12 +86,21 @@ class Device:
         """What it is, for people."""
         return f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False) or 1} cores"
 
-    def begin_training(self) -> None:
-        """A stage is about to be built here: from now on memory that it frees stays within a bound, see `heap`."""
-        self._heap.begin()
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While a stage is built: what that frees goes back at once."""
+        self._heap.begin_loading()
+        try:
+            yield
+        finally:
+            self._heap.end_loading()
+
+    def give_back(self) -> None:
+        """Memory that its allocator holds and nobody uses goes back to the system."""
+        self._heap.give_back()
 
     def between_layers(self) -> None:
-        """Gives back memory that its allocator holds without need, before a layer adds to it."""
+        """Gives back memory that its allocator holds without need, before a layer of a training step adds to it."""
         self._heap.bound()
 
     def end_step(self) -> None:
@@ -129,7 +139,8 @@ class Device:
     def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of squares in float64, a scalar on the host."""
         wide = tensor.detach() if self.float64 else tensor.detach().to("cpu")
-        return wide.double().square().sum().to("cpu")
+        parts = [part.double().square().sum() for part in torch.split(wide.flatten(), _NORM_VALUES)]  # float64 is wide
+        return (parts[0] if len(parts) == 1 else torch.stack(parts).sum()).to("cpu")
 
 
 class CudaDevice(Device):
@@ -156,8 +167,14 @@ class CudaDevice(Device):
         """The card's name."""
         return str(torch.cuda.get_device_name(self.torch_device))
 
-    def begin_training(self) -> None:
-        """torch's allocator keeps what is freed on the card."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While a stage is built."""
+        yield
+
+    def give_back(self) -> None:
+        """Blocks of torch's cache go back to the card."""
+        torch.cuda.empty_cache()
 
     def between_layers(self) -> None:
         """torch's allocator has blocks of few sizes on a card."""
@@ -203,8 +220,14 @@ class MpsDevice(Device):
         """What is left of the memory that the driver recommends not to exceed."""
         return max(0, self.total_memory_bytes() - int(torch.mps.driver_allocated_memory()))
 
-    def begin_training(self) -> None:
-        """torch's allocator keeps what is freed on the GPU, see `end_step`."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While a stage is built."""
+        yield
+
+    def give_back(self) -> None:
+        """Blocks of torch's cache go back to the system."""
+        torch.mps.empty_cache()
 
     def between_layers(self) -> None:
         """Once a step is enough, see `end_step`."""

@@ -33,7 +33,7 @@ def _stage(view: PlanView, stage: StageView) -> list[str]:
     memory = stage.memory
     if memory is None:
         return row
-    kept = memory.adapter + memory.gradients + memory.optimizer
+    kept = memory.learned
     weights = "\n".join(f"{kind} {show_bytes(size)}" for kind, size in sorted(memory.weights.items()))
     row += [f"{memory.parameters:,}\n{memory.trained:,} train", weights, show_bytes(kept)]
     if view.complete:

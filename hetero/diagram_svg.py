@@ -166,7 +166,7 @@ def memory_parts(stage: StageView) -> list[int]:
     """Bytes of each kind in the bar, in the legend's order; together the stage's total."""
     memory = stage.memory
     assert memory is not None
-    kept = memory.adapter + memory.gradients + memory.optimizer
+    kept = memory.learned
     return [sum(memory.weights.values()), kept, memory.training - kept, RUNTIME_BYTES]
 
 

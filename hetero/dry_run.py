@@ -79,7 +79,7 @@ def table_of(resolved: ResolvedRun, memory: RunMemory, width: int = _WIDE) -> Ta
             f"{stage.index} {stage.id}",
             f"{plan.start}-{plan.end - 1}",
             "\n".join(f"{_SHORT.get(kind, kind)} {show(size)}" for kind, size in sorted(stage.weights.items())),
-            show(stage.adapter + stage.gradients + stage.optimizer),
+            show(stage.learned),
             f"{stage.in_flight} x {show(stage.per_micro_batch)}",
             show(stage.layer_work),
             show(stage.logits) if stage.logits else "",
@@ -102,8 +102,8 @@ def notes_of(resolved: ResolvedRun, memory: RunMemory) -> Iterator[str]:
         f"(loop.microbatch_size x data.max_length); recompute: {loop.recompute}"
     )
     yield (
-        "adapter: values, gradients and optimizer state; in flight: micro-batches x the activations that each holds; "
-        "layer, logits: work on one of them, of which the larger counts; "
+        "adapter: values, gradients, optimizer state and, in a host's memory, copies; in flight: micro-batches x the "
+        "activations that each holds; layer, logits: work on one of them, of which the larger counts; "
         f"total: with {show_bytes(RUNTIME_BYTES)} for the programs"
     )
     if any("cpu" in stage.machine for stage in memory.stages):

@@ -24,42 +24,50 @@ class Heap:
     def __init__(self) -> None:
         library = ctypes.CDLL(None) if os.access(_HELD, os.R_OK) else None
         self._library = library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
-        self._needed = 0  # bytes, the most that was ever held with nothing free; 0: not looked yet
-        self._keeping = False
+        self._needed = 0  # bytes, the most that was ever held between layers with nothing free
+        self._is_first_step = True
 
-    def begin(self) -> None:
-        """Freed blocks go back at once, until `end_step`."""
-        self._needed, self._keeping = 0, False
+    def begin_loading(self) -> None:
+        """Freed blocks go back at once, until `end_loading`."""
         self._return_from(_RETURNED)
-        self._give_back()
+        self.give_back()
+
+    def end_loading(self) -> None:
+        """Freed blocks are kept, without a bound until the first step."""
+        self._needed, self._is_first_step = 0, True
+        self.give_back()
+        self._return_from(_KEPT)
 
     def bound(self) -> None:
-        """Gives back what is free if the process holds more than it ever needed.
+        """Gives back what is free if the process holds more than it ever needed; for layers of training steps.
 
-        To be called often: it takes microseconds.
+        The first step shows what is needed, so freed blocks go back at once until its end. To be called often: it
+        takes microseconds where nothing is to be given back.
         """
         if self._library is None:
             return
+        if not self._needed and self._is_first_step:
+            self._return_from(_RETURNED)
         held = _held_bytes()
-        if self._keeping and held > self._needed:
-            self._give_back()
-            held = _held_bytes()
-        self._needed = max(self._needed, held)
+        if held > self._needed:
+            self.give_back()
+            self._needed = max(self._needed, _held_bytes())
 
     def end_step(self) -> None:
-        """The first step has shown what is needed: from now on freed blocks are kept."""
-        if not self._keeping and self._needed:
-            self._keeping = True
+        """From the second step on freed blocks are kept."""
+        if self._is_first_step and self._needed:
+            self._is_first_step = False
             self._return_from(_KEPT)
+
+    def give_back(self) -> None:
+        """What is free goes back to the system."""
+        if self._library is not None:
+            self._library.malloc_trim(0)
 
     def _return_from(self, sizes: tuple[int, int]) -> None:
         if self._library is not None:
             for setting, size in zip((_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD), sizes, strict=True):
                 self._library.mallopt(setting, size)  # stays as it is where the library does not allow the value
-
-    def _give_back(self) -> None:
-        if self._library is not None:
-            self._library.malloc_trim(0)
 
 
 def _held_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -87,6 +88,7 @@ class Member:
         spec, index = self.spec, self.index
         device = check_device(spec, index, device_name)
         plan = spec.stages[index]
+        gc.collect()  # a stage of an earlier run goes first: its modules and their hooks refer to each other
         if not spec.local_model:
             download.complete(model_path, spec.model.path, plan.start, plan.end, moved=self._moved)
         self.stage: Stage = registry.make(

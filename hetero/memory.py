@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ RUNTIME_BYTES = 1 << 29
 # scales with a float32 one, and two tables for each matrix. Without the tables 4 + 8/64 + 32/(64 * 256) bits a number.
 _BLOCK, _SCALES_BLOCK, _TABLES_BYTES = 64, 256, 4 * (16 + 256 + 1)
 
+_HOST_MEMORY = ("cpu", "mps")  # devices whose memory is the host's too
+_OBJECT_BYTES = 160 << 10  # of a micro-batch in flight in a layer: Python's and autograd's, as measured
+
 _LABEL_BYTES, _POSITION_BYTES, _MASK_BYTES = 8, 8, 1  # of a token, as they ride with the hidden states
 
 
@@ -45,8 +48,11 @@ class StageMemory:
         adapter: values that train.
         gradients: theirs.
         optimizer: its state for them.
+        copies: of what trains, where the device's memory is the host's: as it was at the start, and with checkpoints
+            what is on its way to the disk, at stage 0 that of all stages.
         in_flight: most micro-batches between their forward and their backward.
         per_micro_batch: what the stage holds of each of them.
+        objects: Python's and autograd's in the host's memory, for all that is in flight.
         layer_work: what a layer's forward or backward takes besides, while it runs.
         logits: what the head and the loss take besides, while they run; 0 but on the last stage.
         link_buffers: hidden states and gradients that wait to be sent or computed, at most, and receive buffers that
@@ -63,8 +69,10 @@ class StageMemory:
     adapter: int
     gradients: int
     optimizer: int
+    copies: int
     in_flight: int
     per_micro_batch: int
+    objects: int
     layer_work: int
     logits: int
     link_buffers: int
@@ -72,9 +80,14 @@ class StageMemory:
     available: int | None
 
     @property
+    def learned(self) -> int:
+        """Of what trains, and for it."""
+        return self.adapter + self.gradients + self.optimizer + self.copies
+
+    @property
     def activations(self) -> int:
         """Of all micro-batches in flight."""
-        return self.in_flight * self.per_micro_batch
+        return self.in_flight * self.per_micro_batch + self.objects
 
     @property
     def work(self) -> int:
@@ -84,7 +97,7 @@ class StageMemory:
     @property
     def training(self) -> int:
         """All that is not weights and not the programs themselves."""
-        return self.adapter + self.gradients + self.optimizer + self.activations + self.work + self.link_buffers
+        return self.learned + self.activations + self.work + self.link_buffers
 
     @property
     def total(self) -> int:
@@ -210,7 +223,11 @@ class _Planner:
         self._quantized = {_plain(f"{name}.weight") for name in quantized_linears(whole)}
 
     def run(self) -> RunMemory:
-        stages = [self._stage(index) for index in range(len(self._spec.stages))]
+        first, *others = [self._stage(index) for index in range(len(self._spec.stages))]
+        if first.copies and self._resolved.config.checkpoint.is_on():
+            gathered = sum(stage.adapter + stage.optimizer for stage in others)
+            first = replace(first, copies=first.copies + gathered)
+        stages = [first, *others]
         links = [self._link(index) for index in range(len(stages) - 1)]
         return RunMemory(stages, links, self._micro_batches, self._shape, self._complete)
 
@@ -232,6 +249,11 @@ class _Planner:
                 weights[str(dtype).removeprefix("torch.")] += parameter.numel() * dtype.itemsize
         adapter = sum(shape.numel() * dtype.itemsize for shape, dtype in trained)
         kept, work, logits = self._activations(index, device_type) if self._complete else (0, 0, 0)
+        optimizer = optimizer_bytes(spec.optimizer, trained, self._resolved.config.allow_targets)
+        copies = objects = 0
+        if device_type in _HOST_MEMORY:
+            copies = adapter + (adapter + optimizer) * self._resolved.config.checkpoint.is_on()
+            objects = self._cap(index) * (plan.end - plan.start) * _OBJECT_BYTES
         return StageMemory(
             index=index,
             id=plan.id,
@@ -240,9 +262,11 @@ class _Planner:
             weights=dict(weights),
             adapter=adapter,
             gradients=adapter,
-            optimizer=optimizer_bytes(spec.optimizer, trained, self._resolved.config.allow_targets),
+            optimizer=optimizer,
+            copies=copies,
             in_flight=self._cap(index),
             per_micro_batch=kept,
+            objects=objects if self._complete else 0,
             layer_work=work,
             logits=logits,
             link_buffers=self._link_buffers(index, device_type) if self._complete else 0,

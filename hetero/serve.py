@@ -76,8 +76,13 @@ class WorkerServer:
         self._strangers = 0
         self._said_at = -math.inf
 
-    def serve(self, work: Work, *, once: bool = False) -> bool:
+    def serve(self, work: Work, ended: Callable[[bool], None] = lambda _: None, *, once: bool = False) -> bool:
         """Runs session after session until interrupted; with `once` ends after the first run.
+
+        Args:
+            work: what a session is about.
+            ended: called after each session, with whether its run is over, as far as this worker knows.
+            once: for one run.
 
         A signal during a session asks the coordinator to end the run, and this worker ends with it.
 
@@ -91,6 +96,7 @@ class WorkerServer:
                 session = self._sessions.get(lambda e: isinstance(e, WorkerSession))
                 with signals_ask(functools.partial(self._ask_stop, session)):
                     over, ok = self._run(session, work)
+                ended(over)
                 if self._asked_stop or (once and over):
                     return ok
         finally:

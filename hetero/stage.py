@@ -276,12 +276,13 @@ class Stage:
             layers[index].register_forward_hook(self._after_layer)
 
     def _before_layer(self, *_: Any) -> None:
-        self.device.between_layers()
+        if torch.is_grad_enabled():  # an evaluation keeps nothing that could add up
+            self.device.between_layers()
 
     def _after_layer(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(self._before_layer)  # the layer's backward begins
+            hidden.register_hook(lambda _: self.device.between_layers())  # the layer's backward begins
 
     def _seed_for(self, what: int | str, *_: Any) -> None:
         if self._generator is not None:
@@ -302,21 +303,21 @@ def build_stage(spec: RunSpec, index: int, model_path: Path, device: Device) -> 
     """
     plan = spec.stages[index]
     quantization = plan.quantization or spec.model.quantization
-    device.begin_training()
     dtype_name = plan.dtype or spec.model.dtype
     device.check_dtype(dtype_name, key=f"shard_plan.stages[{index}].dtype")
-    resolved = adapters.resolve(models.meta_model(model_path), spec.adapter, spec.model.path)
-    model = models.load_stage(
-        model_path,
-        plan.start,
-        plan.end,
-        dtype=DTYPES[dtype_name],
-        device=device.torch_device,
-        quantization=quantization,
-        attn_implementation=spec.model.attn_implementation,
-    )
-    peft_model = adapters.attach(model, resolved, spec.seed)
-    model.to(device.torch_device)
+    with device.loading():
+        resolved = adapters.resolve(models.meta_model(model_path), spec.adapter, spec.model.path)
+        model = models.load_stage(
+            model_path,
+            plan.start,
+            plan.end,
+            dtype=DTYPES[dtype_name],
+            device=device.torch_device,
+            quantization=quantization,
+            attn_implementation=spec.model.attn_implementation,
+        )
+        peft_model = adapters.attach(model, resolved, spec.seed)
+        model.to(device.torch_device)
     return Stage(
         model,
         peft_model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from hetero.watchdog import Progress, Watchdog
 from hetero.wire.headers import FrameType, Gather, Prompt, Synced
 from hetero.wire.spans import pack_spans
 from hetero.wire.tensors import NAMES, as_bytes
-from hetero.worker_session import SessionOver, WorkerSession
+from hetero.worker_session import WorkerSession
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def serve(
         _say_how_to_reach(host, port, listening.paired)
     else:
         announce(host, port)
-    return server.serve(work, once=worker.once)
+    return server.serve(work, lambda over: builder.ended(over=over), once=worker.once)
 
 
 def _say_how_to_reach(host: str, port: int, paired: bool) -> None:
@@ -135,7 +136,7 @@ class StageBuilder:
         if self._kept is not None and self._kept[0] == key:
             self._kept[1].progress = progress
             return self._kept[1]
-        self.forget()  # before another one is built: two may not fit
+        self._kept = None  # before another one is built: two may not fit
         member = Member(
             spec,
             index,
@@ -153,9 +154,14 @@ class StageBuilder:
         own = self.worker.device
         return own if own != "auto" else session.spec.workers[session.member.stage - 1].device
 
-    def forget(self) -> None:
-        """Lets the stage go."""
+    def ended(self, *, over: bool) -> None:
+        """A session has ended: with its run over, the stage goes, and its memory back to the system."""
+        if not over or self._kept is None:
+            return
+        device = self._kept[1].stage.device
         self._kept = None
+        gc.collect()  # modules and their hooks refer to each other
+        device.give_back()
 
 
 def work_on(session: WorkerSession, builder: StageBuilder, folder: Path) -> None:
@@ -203,19 +209,14 @@ def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progre
     )
     session.send(FrameType.SYNCED, synced)
     hit("worker.synced")
-    try:
-        while True:
-            order = session.next_order()
-            if isinstance(order.frame.header, Gather):
-                _give_state(session, member, folder, order.frame.header.step)
-            elif isinstance(order.frame.header, Prompt):
-                _generate(session, member, order)
-            else:
-                _do_step(session, member, order, folder)
-    except SessionOver as over:
-        if not over.again:
-            builder.forget()
-        raise
+    while True:
+        order = session.next_order()
+        if isinstance(order.frame.header, Gather):
+            _give_state(session, member, folder, order.frame.header.step)
+        elif isinstance(order.frame.header, Prompt):
+            _generate(session, member, order)
+        else:
+            _do_step(session, member, order, folder)
 
 
 def _do_step(session: WorkerSession, member: Member, order: Received, folder: Path) -> None:

@@ -21,6 +21,7 @@ from hetero.device import resolve
 from hetero.schedule import policy_for
 from hetero.spec import RunSpec, StageSpec
 from hetero.stage import Stage, build_stage
+from hetero.training_state import take_state
 
 
 def anonymous_bytes() -> int:
@@ -53,13 +54,14 @@ class Watch:
 
 
 def take_steps(spec: RunSpec, index: int, stage: Stage, num_steps: int) -> None:
-    """Steps of micro-batches of full length, with as many in flight as the policy allows."""
+    """Steps of micro-batches of full length, as many in flight as the policy allows, and a checkpoint after each."""
     loop, last = spec.loop, stage.is_last
     num_micro_batches = loop.batch_size // loop.microbatch_size
     policy = policy_for(spec.schedule.name, index, len(spec.stages), num_micro_batches, spec.schedule.max_in_flight)
     size = (loop.microbatch_size, spec.max_length)
     parameters = list(stage.trained.values())
     optimizer = registry.make("optimizer", spec.optimizer.target, [], parameters, **spec.optimizer.args)
+    copies = [take_state(stage.trained, None)]  # what a restart without a checkpoint begins with
     for step in range(1, num_steps + 1):
         grads: dict[int, torch.Tensor | None] = {}
         for micro_batch in range(num_micro_batches):
@@ -83,6 +85,7 @@ def take_steps(spec: RunSpec, index: int, stage: Stage, num_steps: int) -> None:
         stage.squared_norms()
         optimizer.step()
         stage.end_step()
+        copies[1:] = [take_state(stage.trained, optimizer)]  # on its way to the coordinator during the next step
 
 
 def warm_up(spec: RunSpec) -> None:

@@ -17,7 +17,8 @@ from hetero import heap
 bounded = sys.argv[1] == "bounded"
 torch.set_num_threads(1)
 own = heap.Heap()
-own.begin()
+own.begin_loading()
+own.end_loading()
 start = heap._held_bytes()
 
 

@@ -199,8 +199,21 @@ def test_known_model_has_the_published_sizes() -> None:
         assert stage.weights["bfloat16"] == pytest.approx(2 * 525.3e6, rel=1e-3)
         assert stage.adapter + stage.gradients + stage.optimizer == pytest.approx(16 * count * 41.9e6 / 32, rel=0.01)
         parts = sum(stage.weights.values()) + stage.adapter + stage.gradients + stage.optimizer
-        parts += stage.in_flight * stage.per_micro_batch + max(stage.layer_work, stage.logits) + stage.link_buffers
+        parts += (
+            stage.copies
+            + stage.objects
+            + stage.in_flight * stage.per_micro_batch
+            + max(stage.layer_work, stage.logits)
+            + stage.link_buffers
+        )
         assert stage.total == RUNTIME_BYTES + parts
+    # The Mac's memory is its GPU's: the start's values, and a checkpoint of all stages on its way to the disk.
+    _, other = planned("shard_plan=llama8b_2stage", "hardware=mac_and_pc", "+shard_plan.stages.1.device=cuda")
+    mac, card = other.stages
+    start, states = mac.adapter, 3 * (mac.adapter + card.adapter)
+    assert mac.copies == pytest.approx(start + states, rel=1e-3) and (card.copies, card.objects) == (0, 0)
+    _, bare = planned("shard_plan=llama8b_2stage", "hardware=mac_and_pc", "checkpoint=none")
+    assert bare.stages[0].copies == start
     _, spared = planned(
         "shard_plan=llama8b_2stage", "hardware=mac_and_pc", "data.max_length=512", "loop.recompute=layer"
     )

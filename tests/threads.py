@@ -36,7 +36,10 @@ def worker_threads(count: int, outputs: Path, allow_targets: tuple[str, ...] = (
 
         def serve(server: WorkerServer = server, builder: StageBuilder = builder, port: int = ports[-1]) -> None:
             with contextlib.suppress(_Over):
-                server.serve(lambda session: work_on(session, builder, outputs / f"worker-{port}"))
+                server.serve(
+                    lambda session: work_on(session, builder, outputs / f"worker-{port}"),
+                    lambda over: builder.ended(over=over),
+                )
 
         servers.append(server)
         threads.append(threading.Thread(target=serve, name=f"worker-{ports[-1]}", daemon=True))
