@@ -156,12 +156,19 @@ def load_stage(
 
 
 def meta_model(path: str | Path, *, revision: str | None = None) -> Any:
-    """The whole model without memory for its weights: shapes and names only."""
+    """The whole model without memory for its weights: shapes and names only.
+
+    Raises:
+        ConfigError: the family is not verified, or the configuration is not one that a model can be built of.
+    """
     from transformers import AutoModelForCausalLM
 
     config, _ = _read_config(path, revision)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as exc:  # whatever a value of the file leads to in the model's code
+        raise _unbuildable(path, exc) from exc
 
 
 def logit_scaling(config: Any) -> Scaling:
@@ -197,6 +204,17 @@ def _read_config(path: str | Path, revision: str | None) -> tuple[Any, Family]:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False), family
     except (OSError, ValueError) as exc:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {one_line(exc)}") from exc
+    except ConfigError:
+        raise
+    except Exception as exc:  # whatever a value of the file leads to in the configuration's code
+        raise _unbuildable(path, exc) from exc
+
+
+def _unbuildable(path: str | Path, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.path must have a config.json of values that transformers knows, from {str(path)!r} it cannot build the "
+        f"model: {type(exc).__name__}: {one_line(exc)}"
+    )
 
 
 def _stage_class(cls: Any, family: Family, start: int, end: int) -> Any:

@@ -295,3 +295,24 @@ def test_a_model_of_another_family_is_refused_before_its_weights(tmp_path: Path,
 
 def test_a_stage_beyond_the_last_layer_is_refused(tiny: Tiny) -> None:
     assert "6 layers" in refusal(tiny("llama"), 4, 7)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "unheard_of", "rope_theta": 1e4}},
+        {"hidden_act": "unheard_of"},
+        {"rope_parameters": "x"},
+        {"num_attention_heads": 0},
+        {"vocab_size": -3},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_no_model_can_be_built_of_is_one_line(
+    tiny: Tiny, tmp_path: Path, change: dict[str, object]
+) -> None:
+    about = json.loads((tiny("llama") / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(about | change), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"model\.path must have a config\.json of values") as refused:
+        meta_model(tmp_path)
+    assert "\n" not in str(refused.value)
