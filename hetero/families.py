@@ -193,8 +193,8 @@ def family_of(model_type: str) -> Family:
     """
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"model.path must lead to a model of a verified family ({', '.join(FAMILIES)}), "
-            f"got model_type {model_type!r}: its layers would have to be checked stage by stage first"
+            f"model.path must lead to a model of a verified family, got model_type {model_type!r}, whose layers would "
+            f"have to be checked stage by stage first; verified are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
 
@@ -210,8 +210,8 @@ def family_of_config(config: dict[str, Any]) -> Family:
     model_type = check_suitable(config)
     if model_type not in FAMILIES and "auto_map" in config:
         raise ConfigError(
-            f"model.path must lead to a model of a verified family ({', '.join(FAMILIES)}), got model_type "
-            f"{model_type!r}, which needs Python code of its own (auto_map in config.json): such code is never run"
+            f"model.path must lead to a model of a verified family, got model_type {model_type!r}, which needs Python "
+            f"code of its own (auto_map in config.json), and such code is never run; verified are {', '.join(FAMILIES)}"
         )
     return family_of(model_type)
 

@@ -16,7 +16,7 @@ import torch
 
 from hetero import adapters, models, registry, store
 from hetero.fake_run import FakeRun, Shape, Usage, dtype_in_stage, quantized_linears
-from hetero.machine_memory import machine_of
+from hetero.machine_memory import device_here, machine_of
 from hetero.resolve import ResolvedRun
 from hetero.schedule import policy_for
 from hetero.shards import holds
@@ -234,6 +234,8 @@ class _Planner:
     def _stage(self, index: int) -> StageMemory:
         spec, plan = self._spec, self._spec.stages[index]
         machine, available, device_type = machine_of(self._resolved, index)
+        if (device := device_here(self._resolved, index)) is not None:
+            device.check_dtype(str(plan.dtype), key=f"shard_plan.stages[{index}].dtype")
         weights: Counter[str] = Counter()
         trained: list[tuple[torch.Size, torch.dtype]] = []
         parameters = 0

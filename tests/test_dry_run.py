@@ -17,7 +17,9 @@ from rich.console import Console
 
 from hetero import dry_run
 from hetero.config import SHAPES_DIR
+from hetero.device import available_types
 from hetero.dry_run import advice, notes_of, table_of
+from hetero.errors import ConfigError
 from hetero.memory import RunMemory, memory_of
 from hetero.resolve import ResolvedRun, resolve
 
@@ -163,3 +165,10 @@ def test_figures_say_what_is_not_in_them() -> None:
     resolved = resolve(raw, shapes_dir=SHAPES_DIR, for_drawing=True)
     notes = "\n".join(notes_of(resolved, memory_of(resolved, SHAPES_DIR)))
     assert "the figures are of task=train" in notes and "micro-batches of 16 rows" in notes
+
+
+@pytest.mark.skipif(available_types() != ["cpu"], reason="this machine computes in float16")
+def test_numbers_that_this_machine_cannot_compute_in_are_refused_as_in_a_run() -> None:
+    resolved = resolve(composed("model.dtype=float16"), shapes_dir=SHAPES_DIR, for_drawing=True)
+    with pytest.raises(ConfigError, match=r"shard_plan\.stages\[0\]\.dtype must be float32 or bfloat16 on a CPU"):
+        memory_of(resolved, SHAPES_DIR)
