@@ -17,7 +17,7 @@ from hetero.errors import ConfigError, HeteroError
 from hetero.fingerprint import difference, fingerprint
 from hetero.folders import write_folder
 from hetero.full_merge import Merger
-from hetero.merge_sources import Source, find_base, find_source, find_stages
+from hetero.merge_sources import Source, check_whole, find_base, find_source, find_stages
 from hetero.peft_import import load_peft
 from hetero.versions import versions
 
@@ -37,11 +37,16 @@ tags: [lora, merged]
 """
 
 
-def merge_adapter(source: Source, out: Path) -> Path:
+def merge_adapter(source: Source, out: Path, *, base: str | None = None) -> Path:
     """Writes an adapter as a standard PEFT folder.
 
+    Args:
+        source: the adapter.
+        out: a folder that is not there yet.
+        base: the base model to compare it with; None: the one that it names, where that is on this machine.
+
     Raises:
-        ConfigError: the folder is there already, or cannot be written.
+        ConfigError: it is not whole, the folder is there already, or cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -52,6 +57,7 @@ def merge_adapter(source: Source, out: Path) -> Path:
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
     _refuse_existing(out)
+    check_whole(source, base)
     return write_folder(out, fill)
 
 
@@ -70,7 +76,7 @@ def merge_full(source: Source, out: Path, *, base: str | None = None, dtype: str
     _refuse_existing(out)
     folder = find_base(base, source.base_name())
     _check_same_base(source, folder, asked_for=base is not None)
-    merger = Merger(folder, source.config, source.tensors, dtype)
+    merger = Merger(folder, source.config, source.tensors, dtype, source.named)
     words = _words(source, merger)
     log.info("%s", words)
     _check_space(out, merger.num_bytes())
@@ -169,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.full:
             folder = merge_full(source, given.out, base=given.base, dtype=given.dtype)
         else:
-            folder = merge_adapter(source, given.out)
+            folder = merge_adapter(source, given.out, base=given.base)
     except HeteroError as exc:
         sys.stderr.write(f"error: {exc}\n")
         return 2

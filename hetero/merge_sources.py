@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
-from hetero import adapters
+from hetero import adapters, hub
 from hetero.adapter_config import CONFIG_FILE
 from hetero.adapter_files import WEIGHTS_FILE
+from hetero.adapter_on_base import check_on_base, consists_of
 from hetero.adapter_parts import is_part, unite
+from hetero.adapter_whole import check_modules, check_names
 from hetero.checkpoint import CheckpointStore
 from hetero.errors import CheckpointError, ConfigError
-from hetero.folders import one_line
+from hetero.folders import fetched_folder, one_line
 from hetero.models import meta_model
 from hetero.snapshot import MANIFEST_FILE, Snapshot, read_manifest, read_snapshot
 from hetero.spec import RunSpec
 from hetero.store import find_weights
+from hetero.tiny import TINY
 from hetero.training_state import adapter_of
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ class Source:
         step: that it is the state after, where that is known.
         quantizations: what the stages that trained it held the base in, where that is known.
         model: fingerprint of the base that it was trained on, where that is known.
+        num_layers: of that base, where that is known.
+        named: how the user named it, for messages.
     """
 
     config: dict[str, Any]
@@ -48,6 +53,8 @@ class Source:
     step: int | None = None
     quantizations: list[str] = field(default_factory=list)
     model: dict[str, str] = field(default_factory=dict)
+    num_layers: int | None = None
+    named: str = "RUN"
 
     def base_name(self) -> str | None:
         """The base model, as the adapter names it."""
@@ -75,6 +82,51 @@ def find_base(given: str | None, named: str | None) -> Path:
     if not isinstance(found, Path):
         raise ConfigError(f"--base must be a folder of this machine, {wanted!r} is on the hub only: --base PATH")
     return found
+
+
+def check_whole(source: Source, base: str | None) -> None:
+    """Refuses an adapter that is not whole, or has what its configuration does not ask for.
+
+    Exactly, where the base's config.json is on this machine; the base is not asked for on the hub.
+
+    Args:
+        source: the adapter.
+        base: the base model that the user names.
+
+    Raises:
+        ConfigError: names the tensor.
+    """
+    folder = _base_here(source.base_name()) if base is None else find_base(base, None)
+    if folder is not None:
+        try:
+            expected = consists_of(source.config, folder, source.named)
+        except ConfigError as exc:
+            if base is not None:
+                raise
+            log.warning("the adapter was not compared with the base that it names: %s", exc)
+        else:
+            return check_on_base(source.tensors, expected, folder, source.named)
+    else:
+        log.info(
+            "the base model is not on this machine, so the adapter was compared with its own adapter_config.json and "
+            "%s alone: --base PATH compares it with the model",
+            "itself" if source.num_layers is None else "the run's number of layers",
+        )
+    return check_names(source.config, source.tensors, source.named, source.num_layers)
+
+
+def _base_here(named: str | None) -> Path | None:
+    """Where this machine has the configuration of the model that an adapter names."""
+    if named is None:
+        return None
+    if named == TINY:
+        return find_base(None, named)
+    places = (Path(named).expanduser(), fetched_folder(named))
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    try:
+        return found or hub.snapshot(named, None)
+    except ValueError:  # a path is no name on the hub
+        return None
 
 
 def find_source(path: Path, base: str | None) -> Source:
@@ -107,7 +159,8 @@ def find_stages(folders: Sequence[Path]) -> Source:
     """The adapter of the parts in these folders."""
     config, tensors, part = unite(folders)
     origin = f"the parts that {len(folders)} stages kept after step {part.step}"
-    return Source(config, tensors, origin, part.step)
+    check_modules(config, tensors, "--stages")
+    return Source(config, tensors, origin, part.step, num_layers=part.num_layers, named="--stages")
 
 
 def _of_adapter(folder: Path) -> Source:
@@ -127,6 +180,7 @@ def _of_adapter(folder: Path) -> Source:
         source = Source(config, load_file(folder / WEIGHTS_FILE), str(folder.absolute()))
     except Exception as exc:  # safetensors raises its own SafetensorError without a common base
         raise ConfigError(f"RUN cannot be read: {folder.absolute()}: {one_line(exc)}") from None
+    check_modules(source.config, source.tensors, source.named)
     _add_run(source, folder.parent)
     return source
 
@@ -135,6 +189,7 @@ def _add_run(source: Source, run: Path) -> None:
     """What the run's own files say, where there are any."""
     try:
         spec = json.loads((run / "run.json").read_text(encoding="utf-8"))["spec"]
+        source.num_layers = int(spec["num_hidden_layers"])
         source.quantizations = [s["quantization"] or spec["model"]["quantization"] for s in spec["stages"]]
     except (OSError, ValueError, KeyError, TypeError):
         return

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -395,10 +398,11 @@ def test_a_bias_without_a_place_in_the_base_is_refused(tiny: Tiny, tmp_path: Pat
 
 def test_experts_parameters_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     """Files hold experts apart; the adapter alone is written."""
-    an_adapter(tiny("llama"), tmp_path / "adapter")
+    base = tiny("qwen3_moe")
+    experts = AdapterSpec(r=4, alpha=8, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    an_adapter(base, tmp_path / "adapter", experts)
     source = find_source(tmp_path / "adapter", None)
-    source.config["target_parameters"] = ["mlp.experts.down_proj"]
-    message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
+    message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(base)))
     assert "target_parameters" in message
     merge_adapter(source, tmp_path / "out")
 
@@ -414,3 +418,125 @@ def test_an_interrupted_merge_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         merge_full(source, tmp_path / "out", base=str(tiny("llama")))
     assert os.listdir(tmp_path) == ["adapter"]
+
+
+# ---- weights and configuration that do not belong together
+
+
+def _without_layer_3(folder: Path) -> str:
+    _rewrite(folder, lambda key: ".layers.3." in key)
+    return r"layers?[. ]3"
+
+
+def _without_a_b(folder: Path) -> str:
+    _rewrite(folder, lambda key: key.endswith("layers.2.self_attn.v_proj.lora_B.weight"))
+    return "layers.2.self_attn.v_proj.lora_B.weight"
+
+
+def _rewrite(folder: Path, leave_out: Callable[[str], bool]) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file({k: v for k, v in tensors.items() if not leave_out(k)}, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def _configured(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
+
+
+def _asks_for_dora(folder: Path) -> str:
+    _configured(folder, use_dora=True)
+    return "lora_magnitude_vector"
+
+
+def _says_nothing_of_its_dora(folder: Path) -> str:
+    shutil.copy(folder.with_name("dora") / WEIGHTS_FILE, folder)
+    return "lora_magnitude_vector"
+
+
+def _has_another_rank(folder: Path) -> str:
+    _configured(folder, r=8)
+    return "rank"
+
+
+def _has_another_rank_by_pattern(folder: Path) -> str:
+    _configured(folder, rank_pattern={"v_proj": 2})
+    return "v_proj"
+
+
+def _has_foreign_weights(folder: Path) -> str:
+    save_file({"transformer.wte.weight": torch.zeros(3, 4)}, folder / WEIGHTS_FILE, {"format": "pt"})
+    return "transformer.wte.weight"
+
+
+def _has_weights_of_other_modules(folder: Path) -> str:
+    shutil.copy(folder.with_name("other") / WEIGHTS_FILE, folder)
+    return "mlp"
+
+
+def _has_a_tensor_more(folder: Path) -> str:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    more = "base_model.model.model.layers.0.mlp.weight"
+    save_file(tensors | {more: torch.zeros(2)}, folder / WEIGHTS_FILE, {"format": "pt"})
+    return "layers.0.mlp.weight"
+
+
+def _asks_for_a_saved_module(folder: Path) -> str:
+    _configured(folder, modules_to_save=["lm_head"])
+    return "lm_head"
+
+
+def _has_no_tensor(folder: Path) -> str:
+    save_file({}, folder / WEIGHTS_FILE, {"format": "pt"})
+    return "none"
+
+
+APART = [
+    _without_layer_3,
+    _without_a_b,
+    _asks_for_dora,
+    _says_nothing_of_its_dora,
+    _has_another_rank,
+    _has_another_rank_by_pattern,
+    _has_foreign_weights,
+    _has_weights_of_other_modules,
+    _has_a_tensor_more,
+    _asks_for_a_saved_module,
+    _has_no_tensor,
+]
+
+
+@pytest.mark.parametrize("how", ["full", "beside the base", "beside the run's record"])
+@pytest.mark.parametrize("spoil", APART, ids=lambda spoil: spoil.__name__)
+def test_weights_and_configuration_that_do_not_belong_together_are_refused(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, spoil: Callable[[Path], str]
+) -> None:
+    base, folder = tiny("llama"), tmp_path / "run" / "adapter"
+    an_adapter(base, folder)
+    an_adapter(base, folder.with_name("dora"), msgspec.structs.replace(QV, use_dora=True))
+    an_adapter(base, folder.with_name("other"), AdapterSpec(r=4, alpha=8, target_modules=["up_proj", "down_proj"]))
+    spec = make_spec(base, (2,), adapter=QV)
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"spec": msgspec.to_builtins(spec)}))
+    more = {"full": ["--full", "--base", base], "beside the base": ["--base", base]}.get(how, [])
+    assert main(["merge", *map(str, [tmp_path / "run", "--out", tmp_path / "before", *more])]) == 0
+    named = spoil(folder)
+    line = run_main(capsys, tmp_path / "run", "--out", tmp_path / "out", *more)
+    assert re.search(named, line), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_depth_is_refused_where_the_base_that_it_names_is_here(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --base, --full or a record: by the configuration that lies there; nothing is asked for elsewhere."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    _configured(tmp_path / "adapter", base_model_name_or_path=str(tiny("llama")))
+    _rewrite(tmp_path / "adapter", lambda key: ".layers.5." in key)
+    assert "layers.5." in run_main(capsys, tmp_path / "adapter", "--out", tmp_path / "out")
+
+
+def test_what_could_not_be_compared_is_said(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    _rewrite(tmp_path / "adapter", lambda key: ".layers.5." in key)
+    assert main(["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]) == 0
+    assert "--base PATH compares it" in caplog.text
