@@ -17,13 +17,12 @@ from hetero.errors import ConfigError, HeteroError
 from hetero.fingerprint import difference, fingerprint
 from hetero.folders import write_folder
 from hetero.full_merge import Merger
-from hetero.merge_sources import Source, check_whole, find_base, find_source, find_stages
+from hetero.merge_sources import RECORD, Source, check_whole, find_base, find_source, find_stages
 from hetero.peft_import import load_peft
 from hetero.versions import versions
 
 log = logging.getLogger(__name__)
 
-RECORD = "merge.json"
 _CARD = """---
 base_model: {name}
 library_name: transformers
@@ -50,11 +49,20 @@ def merge_adapter(source: Source, out: Path, *, base: str | None = None) -> Path
     """
     from safetensors.torch import save_file
 
+    about = {
+        "adapter": source.origin,
+        "step": source.step,
+        "trained_on": sorted(set(source.quantizations)) or None,
+        "base_digests": source.model or None,
+        "versions": versions(),
+    }
+
     def fill(folder: Path) -> None:
         tensors = {key: value.contiguous() for key, value in sorted(source.tensors.items())}
         save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
         text = json.dumps(source.config | {"inference_mode": True}, indent=2, sort_keys=True)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        (folder / RECORD).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     _refuse_existing(out)
     check_whole(source, base)
@@ -129,9 +137,14 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _check_same_base(source: Source, folder: Path, *, asked_for: bool) -> None:
-    if not source.model:
-        return
-    other = difference(source.model, fingerprint(folder))
+    here = fingerprint(folder)
+    if not {*source.model} & {*here} - {"config", "tokenizer"}:
+        log.info(
+            "whether the weights in %s are those that the adapter was trained on could not be compared: no record "
+            "of the run beside the adapter says their digests",
+            folder,
+        )
+    other = difference(source.model, here)
     if other is None:
         return
     if not asked_for:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ import torch
 
 from hetero import adapters, hub
 from hetero.adapter_config import CONFIG_FILE
-from hetero.adapter_files import WEIGHTS_FILE
+from hetero.adapter_files import PART_FOLDER, WEIGHTS_FILE, StagePart, config_digest, read_part
 from hetero.adapter_on_base import check_on_base, consists_of
-from hetero.adapter_parts import is_part, unite
+from hetero.adapter_parts import check_digest, is_part, unite
 from hetero.adapter_whole import check_modules, check_names
 from hetero.checkpoint import CheckpointStore
 from hetero.errors import CheckpointError, ConfigError
+from hetero.fingerprint import difference
 from hetero.folders import fetched_folder, one_line
 from hetero.models import meta_model
 from hetero.snapshot import MANIFEST_FILE, Snapshot, read_manifest, read_snapshot
@@ -30,6 +32,7 @@ from hetero.training_state import adapter_of
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+RECORD = "merge.json"  # what a merge says of what it wrote
 
 
 @dataclass
@@ -157,10 +160,17 @@ def find_source(path: Path, base: str | None) -> Source:
 
 def find_stages(folders: Sequence[Path]) -> Source:
     """The adapter of the parts in these folders."""
-    config, tensors, part = unite(folders)
+    config, tensors, parts = unite(folders)
+    part = parts[0]
     origin = f"the parts that {len(folders)} stages kept after step {part.step}"
     check_modules(config, tensors, "--stages")
-    return Source(config, tensors, origin, part.step, num_layers=part.num_layers, named="--stages")
+    source = Source(config, tensors, origin, part.step, num_layers=part.num_layers, named="--stages")
+    source.quantizations = list(part.quantizations)
+    for one in parts:
+        if other := difference(source.model, one.model):
+            log.warning("stage %d had another base model than the ones before: %s", one.stage, other)
+        source.model = one.model | source.model
+    return source
 
 
 def _of_adapter(folder: Path) -> Source:
@@ -181,17 +191,29 @@ def _of_adapter(folder: Path) -> Source:
     except Exception as exc:  # safetensors raises its own SafetensorError without a common base
         raise ConfigError(f"RUN cannot be read: {folder.absolute()}: {one_line(exc)}") from None
     check_modules(source.config, source.tensors, source.named)
-    _add_run(source, folder.parent)
+    _add_run(source, folder.absolute())
     return source
 
 
-def _add_run(source: Source, run: Path) -> None:
-    """What the run's own files say, where there are any."""
+def _add_run(source: Source, folder: Path) -> None:
+    """What the run's own files say, or a merge's record, where there are any."""
+    run = folder.parent
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        about = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        source.step, source.quantizations = about.get("step"), list(about.get("trained_on") or ())
+        source.model = dict(about.get("base_digests") or {})
+        return
+    if (part := _part_beside(folder)) is not None:
+        check_digest(part.adapter, source.tensors, source.named)
+        source.num_layers = part.num_layers
+        source.quantizations, source.model = list(part.quantizations), dict(part.model)
     try:
         spec = json.loads((run / "run.json").read_text(encoding="utf-8"))["spec"]
         source.num_layers = int(spec["num_hidden_layers"])
         source.quantizations = [s["quantization"] or spec["model"]["quantization"] for s in spec["stages"]]
     except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if source.model:
         return
     for step in CheckpointStore(run / CHECKPOINTS).steps():
         try:
@@ -200,6 +222,15 @@ def _add_run(source: Source, run: Path) -> None:
             continue
         source.model = dict(manifest.about.get("model", {}))
         return
+
+
+def _part_beside(folder: Path) -> StagePart | None:
+    """What stage 0 of the run kept beside this adapter, where the two have the same configuration."""
+    try:
+        part = read_part(folder.parent / PART_FOLDER)
+        return part if part is not None and part.config == config_digest(folder) else None
+    except (OSError, ValueError):  # it may be half written, or older; the adapter is whole without it
+        return None
 
 
 def _of_newest(folder: Path, base: str | None) -> Source:

@@ -22,7 +22,15 @@ from pipeline import build_stages, make_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hetero.adapter_files import CONFIG_FILE, PART_FOLDER, WEIGHTS_FILE, part_of_stage, read_adapter, save_adapter
+from hetero.adapter_files import (
+    CONFIG_FILE,
+    PART_FOLDER,
+    PART_KEY,
+    WEIGHTS_FILE,
+    part_of_stage,
+    read_adapter,
+    save_adapter,
+)
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
@@ -30,6 +38,7 @@ from hetero.merge import RECORD, main, merge_adapter, merge_full
 from hetero.merge_sources import find_source, find_stages
 from hetero.resume_settings import about_of
 from hetero.spec import AdapterSpec, RunSpec
+from hetero.tensor_files import read_metadata
 from hetero.training_state import as_state
 
 
@@ -278,16 +287,23 @@ def test_another_base_than_the_trained_one_is_refused_unless_asked_for(tiny: Tin
 
 
 def parts(
-    base: Path, root: Path, cuts: tuple[int, ...] = (2, 4), *, run: str = "run1", step: int = 3
+    base: Path,
+    root: Path,
+    cuts: tuple[int, ...] = (2, 4),
+    *,
+    run: str = "run1",
+    step: int = 3,
+    quantizations: tuple[str, ...] | None = None,
 ) -> tuple[list[Path], dict[str, torch.Tensor]]:
     spec = make_spec(base, cuts, adapter=QV)
+    said = make_spec(base, cuts, adapter=QV, quantizations=quantizations)
     tensors = values(resolved(base, QV).shapes)
     folders = []
     for index, stage in enumerate(build_stages(spec, base)):
         folder = root / f"worker-{index}" / PART_FOLDER
         own = {key: tensors[key] for key in stage.trained}
         assert stage.adapter is not None
-        save_adapter(folder, stage.adapter, own, part_of_stage(spec, index, run, step))
+        save_adapter(folder, stage.adapter, own, part_of_stage(said, index, run, step, fingerprint(base)))
         folders.append(folder)
     return folders, tensors
 
@@ -346,6 +362,84 @@ def test_files_that_were_not_written_together_are_refused(tiny: Tiny, tmp_path: 
 def test_a_part_is_not_taken_for_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
     folders, _ = parts(tiny("llama"), tmp_path)
     assert "--stages" in refusal(lambda: find_source(folders[1], None))
+
+
+def a_copy(base: Path, to: Path) -> Path:
+    shutil.copytree(base, to)
+    return to
+
+
+def change_in_place(base: Path) -> None:
+    file = next(iter(sorted(base.glob("*.safetensors"))))
+    save_file({key: value + 1 for key, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+def test_a_full_merge_of_parts_says_that_the_run_was_in_4_bits(tiny: Tiny, tmp_path: Path) -> None:
+    """Also through the adapter that a merge without --full makes of them."""
+    base = str(tiny("llama"))
+    folders, _ = parts(tiny("llama"), tmp_path, quantizations=("none", "nf4", "nf4"))
+    merge_adapter(find_stages(folders), tmp_path / "adapter")
+    for number, source in enumerate([find_stages(folders), find_source(tmp_path / "adapter", None)]):
+        record = json.loads((merge_full(source, tmp_path / f"full{number}", base=base) / RECORD).read_text())
+        assert record["trained_on"] == ["nf4", "none"]
+        assert record["step"] == 3
+        assert "4 bits" in record["into"]
+
+
+def test_a_base_changed_in_place_is_found_by_what_stages_kept(tiny: Tiny, tmp_path: Path) -> None:
+    """Of all stages, of a run without checkpoints, and of the adapter that a merge has made of parts."""
+    base = a_copy(tiny("llama"), tmp_path / "base")
+    folders, tensors = parts(base, tmp_path)
+    whole = resolved(base, QV)
+    whole.config.base_model_name_or_path = str(base)
+    run = tmp_path / "worker-0"
+    save_adapter(run / "adapter", whole, tensors)
+    save_adapter(run / PART_FOLDER, whole, {}, part_of_stage(make_spec(base, adapter=QV), 0, "r", 3, fingerprint(base)))
+    sources = [find_source(run, None)]
+    shutil.rmtree(run / PART_FOLDER)
+    parts(base, tmp_path)
+    sources.append(find_stages(folders))
+    merge_adapter(sources[1], tmp_path / "adapter")
+    sources.append(find_source(tmp_path / "adapter", None))
+    for source in sources:
+        source.config["base_model_name_or_path"] = str(base)
+    merge_full(sources[0], tmp_path / "before")
+    change_in_place(base)
+    for source in sources:
+        assert "trained on" in refusal(lambda source=source: merge_full(source, tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_cannot_be_compared_is_said(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of an adapter alone, and of parts that an older version kept, which can be read as before."""
+    caplog.set_level(logging.INFO)
+    base = str(tiny("llama"))
+    folders, tensors = parts(tiny("llama"), tmp_path)
+    merge_full(find_stages(folders), tmp_path / "new", base=base)
+    assert "could not be compared" not in caplog.text
+    for folder in folders:
+        said = json.loads(read_metadata(folder / WEIGHTS_FILE)[PART_KEY])
+        old = {key: said[key] for key in ("run", "step", "stage", "start", "end", "num_layers", "config")}
+        tensors = load_file(folder / WEIGHTS_FILE)
+        save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt", PART_KEY: json.dumps(old)})
+    full = merge_full(find_stages(folders), tmp_path / "old", base=base)
+    assert "could not be compared" in caplog.text
+    assert json.loads((full / RECORD).read_text())["trained_on"] is None
+
+
+@pytest.mark.parametrize("of", ["stages", "run"])
+def test_a_tensor_that_the_run_recorded_and_that_is_gone_is_named(tiny: Tiny, tmp_path: Path, of: str) -> None:
+    """Without the base, and where a layer still has other tensors."""
+    folders, tensors = parts(tiny("llama"), tmp_path)
+    save_adapter(tmp_path / "worker-0" / "adapter", resolved(tiny("llama"), QV), tensors)
+    find_source(tmp_path / "worker-0", None)
+    gone = "model.layers.3.self_attn.q_proj.lora_"
+    folder = folders[1] if of == "stages" else tmp_path / "worker-0" / "adapter"
+    metadata = read_metadata(folder / WEIGHTS_FILE)
+    kept = {key: value for key, value in load_file(folder / WEIGHTS_FILE).items() if gone not in key}
+    save_file(kept, folder / WEIGHTS_FILE, metadata)
+    found = refusal(lambda: find_stages(folders) if of == "stages" else find_source(tmp_path / "worker-0", None))
+    assert gone in found
 
 
 # ---- what a user may get wrong
