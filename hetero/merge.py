@@ -15,7 +15,7 @@ from hetero.adapter_config import CONFIG_FILE
 from hetero.adapter_files import WEIGHTS_FILE
 from hetero.errors import ConfigError, HeteroError
 from hetero.fingerprint import difference, fingerprint
-from hetero.folders import write_folder
+from hetero.folders import check_writable, write_folder
 from hetero.full_merge import Merger
 from hetero.merge_sources import RECORD, Source, check_whole, find_base, find_source, find_stages
 from hetero.peft_import import load_peft
@@ -65,6 +65,7 @@ def merge_adapter(source: Source, out: Path, *, base: str | None = None) -> Path
         (folder / RECORD).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     _refuse_existing(out)
+    check_writable(out)
     check_whole(source, base)
     return write_folder(out, fill)
 
@@ -82,6 +83,7 @@ def merge_full(source: Source, out: Path, *, base: str | None = None, dtype: str
         ConfigError: they cannot be merged, or the folder is there already or has too little space.
     """
     _refuse_existing(out)
+    check_writable(out)
     folder = find_base(base, source.base_name())
     _check_same_base(source, folder, asked_for=base is not None)
     merger = Merger(folder, source.config, source.tensors, dtype, source.named)

@@ -634,3 +634,63 @@ def test_what_could_not_be_compared_is_said(tiny: Tiny, tmp_path: Path, caplog: 
     _rewrite(tmp_path / "adapter", lambda key: ".layers.5." in key)
     assert main(["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]) == 0
     assert "--base PATH compares it" in caplog.text
+
+
+# ---- the place that it is written to
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["adapter", "full"])
+def test_a_place_where_no_folder_can_be_made_is_one_line(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], full: list[str]
+) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    line = run_main(capsys, tmp_path / "adapter", "--out", "/proc/x", "--base", tiny("llama"), *full)
+    assert "/proc must be writable" in line
+    assert "GB" not in line
+
+
+_MERGE = """
+import os, resource, sys
+from hetero.merge import main
+os.umask(int(sys.argv[1], 8))
+most = int(sys.argv[2])
+if most:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+raise SystemExit(main(["merge", *sys.argv[3:]]))
+"""
+
+
+def merge_elsewhere(umask: str, most: int, *given: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _MERGE, umask, str(most), *map(str, given)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["adapter", "full"])
+def test_files_larger_than_may_be_are_one_line(tiny: Tiny, tmp_path: Path, full: list[str]) -> None:
+    """As on FAT, or with ulimit -f; nothing is left."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    found = merge_elsewhere(
+        "022", 4000, tmp_path / "adapter", "--out", tmp_path / "out", "--base", tiny("llama"), *full
+    )
+    lines = found.stderr.strip().splitlines()
+    assert found.returncode == 2, lines
+    assert re.fullmatch("error: .* must be writable .*File too large.*", lines[-1])
+    assert os.listdir(tmp_path) == ["adapter"]
+
+
+@pytest.mark.parametrize("umask", ["022", "007", "077"])
+def test_a_merged_folder_is_open_to_whom_the_umask_says(tiny: Tiny, tmp_path: Path, umask: str) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    given = [tmp_path / "adapter", "--base", tiny("llama"), "--out"]
+    for name, full in (("out", []), ("full", ["--full"])):
+        found = merge_elsewhere(umask, 0, *given, tmp_path / name, *full)
+        assert found.returncode == 0, found.stderr
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o777 & ~int(umask, 8)
+        modes = {file.stat().st_mode & 0o777 for file in (tmp_path / name).iterdir()}
+        assert modes == {0o666 & ~int(umask, 8)}
+
+
+def test_a_saved_adapter_is_open_to_whom_its_configuration_is(tiny: Tiny, tmp_path: Path) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    assert len({file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}) == 1
