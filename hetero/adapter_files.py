@@ -252,6 +252,7 @@ def save_adapter(
     temporary = folder / f".{WEIGHTS_FILE}.part"
     own = {key: value.detach().cpu().contiguous() for key, value in sorted(tensors.items())}
     save_file(own, temporary, metadata)
+    temporary.chmod((folder / CONFIG_FILE).stat().st_mode)  # it is written for this user alone, whatever the umask
     temporary.replace(folder / WEIGHTS_FILE)
 
 
