@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from hetero.adapter_on_base import Consists, check_on_base, consists_of
+from hetero.adapter_on_base import check_on_base, consists_of
 from hetero.adapter_whole import changes_of
 from hetero.base_files import SINGLE, BaseTensor, read_base
 from hetero.errors import ConfigError
@@ -66,13 +66,13 @@ class Merger:
         self._family: Family = family_of(self._about["model_type"])
         self._dtype = None if dtype is None else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
         expected = consists_of(config, folder, named)
-        _refuse_experts(expected)
         check_on_base(tensors, expected, folder, named)
         self._whole = meta_model(folder)
         self._changes = changes_of(tensors)
         self._files = read_base(folder, self._about)
         self._names = self._names_in_the_model()
         self._by_name = {self._names[one.key]: one for own in self._files.values() for one in own}
+        self._refuse_parameters(expected.parameters)
         self.unties = self._unties()
         self._kept: tuple[str, dict[str, torch.Tensor]] = "", {}
         self._check()
@@ -118,6 +118,21 @@ class Merger:
             name = f"lm_head.{parameter}" if module == self._family.head_in_files else key
             names[key] = f"{prefix}.{name}" if name not in known and f"{prefix}.{name}" in known else name
         return names
+
+    def _refuse_parameters(self, parameters: Sequence[str]) -> None:
+        if not parameters:
+            return
+        name, shape = parameters[0], list(self._whole.get_parameter(parameters[0]).shape)
+        if name not in self._by_name:
+            reason = f"the base's files hold apart what the model holds as one tensor, {name} {shape}"
+        elif len(shape) == 2:
+            reason = f"{name} {shape} is the weight of one module, which adapter.target_modules would adapt alike"
+        else:
+            reason = f"{name} {shape} would need all experts in memory at once"
+        raise ConfigError(
+            f"merge --full cannot merge adapter.target_parameters: {reason}; merge without --full, and let PEFT's "
+            "merge_and_unload do it where the whole model fits in memory"
+        )
 
     def _unties(self) -> bool:
         """Whether the head becomes another matrix than the embedding, of which the base has only one."""
@@ -220,11 +235,3 @@ class Merger:
         if self.unties:
             about["tie_word_embeddings"] = False
         return about
-
-
-def _refuse_experts(expected: Consists) -> None:
-    if expected.parameters:
-        raise ConfigError(
-            "merge --full cannot merge adapter.target_parameters: files hold experts apart that the model holds as one "
-            "tensor; merge without --full, and let PEFT's merge_and_unload do it where the whole model fits in memory"
-        )

@@ -490,15 +490,29 @@ def test_a_bias_without_a_place_in_the_base_is_refused(tiny: Tiny, tmp_path: Pat
     assert "lora_bias" in refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
 
 
-def test_experts_parameters_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    """Files hold experts apart; the adapter alone is written."""
-    base = tiny("qwen3_moe")
-    experts = AdapterSpec(r=4, alpha=8, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    an_adapter(base, tmp_path / "adapter", experts)
+@pytest.mark.parametrize(
+    ("model", "parameter", "reason"),
+    [
+        ("qwen3_moe", "mlp.experts.down_proj", "hold apart"),
+        ("gpt_oss", "mlp.experts.down_proj", "in memory at once"),
+        ("llama", "self_attn.v_proj.weight", "the weight of one module"),
+    ],
+)
+def test_parameters_are_refused_for_the_reason_that_is_true(
+    tiny: Tiny, tmp_path: Path, model: str, parameter: str, reason: str
+) -> None:
+    """Files hold experts apart, or as one large tensor; a dense weight is neither. The adapter alone is written."""
+    base = tiny(model)
+    an_adapter(base, tmp_path / "adapter", AdapterSpec(r=4, alpha=8, target_modules=[], target_parameters=[parameter]))
     source = find_source(tmp_path / "adapter", None)
     message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(base)))
     assert "target_parameters" in message
-    merge_adapter(source, tmp_path / "out")
+    assert parameter in message
+    assert reason in message
+    assert [other for other in ("apart", "in memory at once", "one module") if other in message] == [
+        other for other in ("apart", "in memory at once", "one module") if other in reason
+    ]
+    merge_adapter(source, tmp_path / "out", base=str(base))
 
 
 def test_an_interrupted_merge_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
