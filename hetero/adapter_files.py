@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class StagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         end: one past its last.
         num_layers: of the whole model.
         config: SHA-256 of the adapter_config.json beside it.
+        quantizations: what the stages of the run hold the base in; empty: an older version kept the part.
+        model: fingerprint of the base on this machine; empty: likewise.
+        adapter: digest of names and shapes of the whole adapter's tensors; empty: likewise.
     """
 
     run: str
@@ -50,12 +53,49 @@ class StagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     num_layers: int
     config: str = ""
+    quantizations: tuple[str, ...] = ()
+    model: dict[str, str] = {}
+    adapter: str = ""
 
 
-def part_of_stage(spec: RunSpec, index: int, run_id: str, step: int) -> StagePart:
-    """What a stage says of the part that it keeps."""
+def part_of_stage(spec: RunSpec, index: int, run_id: str, step: int, model: dict[str, str]) -> StagePart:
+    """What a stage says of the part that it keeps; `model` is the fingerprint of its base model."""
     plan = spec.stages[index]
-    return StagePart(run_id, step, index, plan.start, plan.end, spec.num_hidden_layers)
+    quantizations = tuple(stage.quantization or spec.model.quantization for stage in spec.stages)
+    return StagePart(
+        run_id,
+        step,
+        index,
+        plan.start,
+        plan.end,
+        spec.num_hidden_layers,
+        quantizations=quantizations,
+        model=model,
+    )
+
+
+def read_part(folder: Path) -> StagePart | None:
+    """What a folder says of which part is in it; None where it says nothing, or was not written as a whole.
+
+    Raises:
+        ValueError: it cannot be read, with the reason.
+    """
+    said = read_metadata(folder / WEIGHTS_FILE).get(PART_KEY)
+    if said is None:
+        return None
+    part = msgspec.json.decode(said.encode(), type=StagePart)
+    return part if part.config == config_digest(folder) else None
+
+
+def config_digest(folder: Path) -> str:
+    """SHA-256 of a folder's adapter_config.json."""
+    return hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()
+
+
+def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Digest of names and shapes of trained tensors."""
+    text = json.dumps({key: list(shape) for key, shape in sorted(shapes.items())})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_adapter(folder: Path, spec: AdapterSpec, facts: ModelFacts, family: Family) -> None:
@@ -207,11 +247,12 @@ def save_adapter(
     config.save_pretrained(folder)
     metadata = {"format": "pt"}
     if part is not None:
-        digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()
-        metadata[PART_KEY] = msgspec.json.encode(msgspec.structs.replace(part, config=digest)).decode()
+        digests = {"config": config_digest(folder), "adapter": shapes_digest(adapter.shapes)}
+        metadata[PART_KEY] = msgspec.json.encode(msgspec.structs.replace(part, **digests)).decode()
     temporary = folder / f".{WEIGHTS_FILE}.part"
     own = {key: value.detach().cpu().contiguous() for key, value in sorted(tensors.items())}
     save_file(own, temporary, metadata)
+    temporary.chmod((folder / CONFIG_FILE).stat().st_mode)  # it is written for this user alone, whatever the umask
     temporary.replace(folder / WEIGHTS_FILE)
 
 

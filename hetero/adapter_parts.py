@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import msgspec
 import torch
 
 from hetero.adapter_config import CONFIG_FILE
-from hetero.adapter_files import PART_FOLDER, PART_KEY, WEIGHTS_FILE, StagePart
+from hetero.adapter_files import PART_FOLDER, PART_KEY, WEIGHTS_FILE, StagePart, shapes_digest
+from hetero.adapter_whole import uneven
 from hetero.errors import ConfigError
 from hetero.families import layer_of
 from hetero.folders import one_line
@@ -22,11 +23,11 @@ from hetero.tensor_files import read_metadata
 _OF_A_MACHINE = ("base_model_name_or_path",)
 
 
-def unite(folders: Sequence[Path]) -> tuple[dict[str, Any], dict[str, torch.Tensor], StagePart]:
+def unite(folders: Sequence[Path]) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[StagePart]]:
     """One adapter from the folders that every stage of one run has kept.
 
     Returns:
-        PEFT's configuration, the tensors by global key, and what stage 0 says of its part.
+        PEFT's configuration, the tensors by global key, and what the stages say of their parts, the first's first.
 
     Raises:
         ConfigError: a folder is none, or they are not the parts of one run and one step, each layer once.
@@ -53,7 +54,21 @@ def unite(folders: Sequence[Path]) -> tuple[dict[str, Any], dict[str, torch.Tens
             tensors[key] = value
     if not tensors:
         raise ConfigError(f"--stages must hold trained tensors, got none in {first_file} and the others")
-    return config, tensors, first
+    check_digest(first.adapter, tensors, "--stages")
+    return config, tensors, [part for _, part, _, _ in found]
+
+
+def check_digest(digest: str, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Compares names and shapes with what a run recorded of its adapter; empty: it recorded nothing.
+
+    Raises:
+        ConfigError: they differ; it names a tensor that is missing, where the layers tell which.
+    """
+    shapes = {key: list(value.shape) for key, value in tensors.items()}
+    if digest and shapes_digest(shapes) != digest:
+        missing = uneven(shapes)
+        what = f"it lacks {missing}" if missing else "its tensors' names and shapes are not those that the run recorded"
+        raise ConfigError(f"{where} must hold the whole adapter that was trained, {what}: take a whole one")
 
 
 def is_part(file: Path) -> bool:

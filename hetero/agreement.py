@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hetero.fingerprint import difference
 from hetero.versions import versions
@@ -48,12 +47,6 @@ def disagreement(digest: str, model: Mapping[str, str], welcome: Welcome, theirs
             "same model.revision"
         )
     return None
-
-
-def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Digest of names and shapes of trained tensors."""
-    text = json.dumps({key: list(shape) for key, shape in sorted(shapes.items())})
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _ordered(version: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,31 @@ from typing import Any
 from hetero.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+# What a place answers where a file cannot be written, as opposed to what the network or a mistake here does.
+_NOT_WRITABLE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EFBIG,  # a limit of the file system (4 GiB on FAT) or of the user (ulimit -f)
+    errno.EINVAL,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EMLINK,
+    errno.ENAMETOOLONG,
+    errno.ENODEV,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.ENOTDIR,
+    errno.ENOTSUP,
+    errno.ENXIO,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ETXTBSY,
+}
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as safetensors words it in an error of its own
 
 
 def cache_dir() -> Path:
@@ -56,10 +79,10 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     """
     draft = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        draft = _make_draft(target)
         fill(draft)
         for file in draft.iterdir():
+            file.chmod(draft.stat().st_mode & 0o666)  # safetensors writes files for this user alone
             with file.open("rb+") as stream:
                 os.fsync(stream.fileno())
         try:
@@ -67,14 +90,46 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
         except OSError:
             if not target.is_dir():  # a rename never replaces a folder that holds something
                 raise
-    except OSError as exc:
-        if exc.errno not in _NOT_WRITABLE:
+    except Exception as exc:  # safetensors raises its own SafetensorError without a common base
+        if _errno_of(exc) not in _NOT_WRITABLE:
             raise
-        raise ConfigError(f"the folder {target.parent} must be writable and have space: {one_line(exc)}") from exc
+        raise _not_writable(target, exc) from exc
     finally:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)  # not there any more where it was renamed
     return target
+
+
+def check_writable(target: Path) -> None:
+    """Refuses a place where no folder can be made, before any work is done for one; leaves nothing there.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    place = next(parent for parent in target.absolute().parents if parent.is_dir())
+    _make_draft(place / target.name).rmdir()
+
+
+def _make_draft(target: Path) -> Path:
+    """An empty folder beside the one that it becomes; whom it is open to follows from the umask."""
+    draft = target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex[:8]}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+    except OSError as exc:
+        raise _not_writable(target, exc) from exc
+    return draft
+
+
+def _not_writable(target: Path, exc: Exception) -> ConfigError:
+    return ConfigError(f"the folder {target.parent} must be writable and have space: {one_line(exc)}")
+
+
+def _errno_of(exc: Exception) -> int | None:
+    if isinstance(exc, OSError):
+        return exc.errno
+    found = _OS_ERROR.search(str(exc))
+    return int(found[1]) if found else None
 
 
 def write_text(file: Path, text: str, *, private: bool = False) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from hetero.adapter_on_base import check_on_base, consists_of
+from hetero.adapter_whole import changes_of
 from hetero.base_files import SINGLE, BaseTensor, read_base
 from hetero.errors import ConfigError
 from hetero.families import Family, family_of
@@ -23,8 +23,6 @@ from hetero.tensor_stream import DTYPES, FLOATS, Planned, from_file, from_tensor
 
 log = logging.getLogger(__name__)
 
-PREFIX = "base_model.model."
-_LORA = re.compile(r"^(.+)\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\..+)?)$")
 # What goes along with the weights: tokenizer, generation settings, chat template, licence.
 _ALONG = (
     "generation_config.json",
@@ -40,40 +38,6 @@ _ALONG = (
 )
 
 
-@dataclass
-class Changes:
-    """What an adapter does to a base, by names of the model.
-
-    Attributes:
-        lora: module -> what follows its name in PEFT's keys -> tensor.
-        replaced: parameter -> its trained value.
-    """
-
-    lora: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    replaced: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def changes_of(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Changes:
-    """Sorts an adapter's tensors.
-
-    Raises:
-        ConfigError: it adapts parameters of experts.
-    """
-    if config.get("target_parameters"):
-        raise ConfigError(
-            "merge --full cannot merge adapter.target_parameters: files hold experts apart that the model holds as one "
-            "tensor; merge without --full, and let PEFT's merge_and_unload do it where the whole model fits in memory"
-        )
-    found = Changes()
-    for key, tensor in tensors.items():
-        name = key.removeprefix(PREFIX)
-        if lora := _LORA.match(name):
-            found.lora.setdefault(lora[1], {})[lora[2]] = tensor
-        else:
-            found.replaced[name.replace(".base_layer.", ".")] = tensor
-    return found
-
-
 class Merger:
     """Merges an adapter into a base model's files.
 
@@ -82,24 +46,33 @@ class Merger:
         config: of the adapter, content of adapter_config.json.
         tensors: of the adapter by global key.
         dtype: of the floating point numbers in the result, as torch names it; None: each as the base has it.
+        named: how the user named the adapter, for messages.
 
     Raises:
         ConfigError: the adapter does not fit this base, or cannot be merged into it.
     """
 
     def __init__(
-        self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], dtype: str | None
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        dtype: str | None,
+        named: str = "RUN",
     ) -> None:
         self.folder, self._adapter = folder, config
         self._about: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.quantised = bool(self._about.get("quantization_config"))
         self._family: Family = family_of(self._about["model_type"])
         self._dtype = None if dtype is None else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
+        expected = consists_of(config, folder, named)
+        check_on_base(tensors, expected, folder, named)
         self._whole = meta_model(folder)
-        self._changes = changes_of(config, tensors)
+        self._changes = changes_of(tensors)
         self._files = read_base(folder, self._about)
         self._names = self._names_in_the_model()
         self._by_name = {self._names[one.key]: one for own in self._files.values() for one in own}
+        self._refuse_parameters(expected.parameters)
         self.unties = self._unties()
         self._kept: tuple[str, dict[str, torch.Tensor]] = "", {}
         self._check()
@@ -145,6 +118,21 @@ class Merger:
             name = f"lm_head.{parameter}" if module == self._family.head_in_files else key
             names[key] = f"{prefix}.{name}" if name not in known and f"{prefix}.{name}" in known else name
         return names
+
+    def _refuse_parameters(self, parameters: Sequence[str]) -> None:
+        if not parameters:
+            return
+        name, shape = parameters[0], list(self._whole.get_parameter(parameters[0]).shape)
+        if name not in self._by_name:
+            reason = f"the base's files hold apart what the model holds as one tensor, {name} {shape}"
+        elif len(shape) == 2:
+            reason = f"{name} {shape} is the weight of one module, which adapter.target_modules would adapt alike"
+        else:
+            reason = f"{name} {shape} would need all experts in memory at once"
+        raise ConfigError(
+            f"merge --full cannot merge adapter.target_parameters: {reason}; merge without --full, and let PEFT's "
+            "merge_and_unload do it where the whole model fits in memory"
+        )
 
     def _unties(self) -> bool:
         """Whether the head becomes another matrix than the embedding, of which the base has only one."""

@@ -15,15 +15,14 @@ from hetero.adapter_config import CONFIG_FILE
 from hetero.adapter_files import WEIGHTS_FILE
 from hetero.errors import ConfigError, HeteroError
 from hetero.fingerprint import difference, fingerprint
-from hetero.folders import write_folder
+from hetero.folders import check_writable, write_folder
 from hetero.full_merge import Merger
-from hetero.merge_sources import Source, find_base, find_source, find_stages
+from hetero.merge_sources import RECORD, Source, check_whole, find_base, find_source, find_stages
 from hetero.peft_import import load_peft
 from hetero.versions import versions
 
 log = logging.getLogger(__name__)
 
-RECORD = "merge.json"
 _CARD = """---
 base_model: {name}
 library_name: transformers
@@ -37,21 +36,37 @@ tags: [lora, merged]
 """
 
 
-def merge_adapter(source: Source, out: Path) -> Path:
+def merge_adapter(source: Source, out: Path, *, base: str | None = None) -> Path:
     """Writes an adapter as a standard PEFT folder.
 
+    Args:
+        source: the adapter.
+        out: a folder that is not there yet.
+        base: the base model to compare it with; None: the one that it names, where that is on this machine.
+
     Raises:
-        ConfigError: the folder is there already, or cannot be written.
+        ConfigError: it is not whole, the folder is there already, or cannot be written.
     """
     from safetensors.torch import save_file
+
+    about = {
+        "adapter": source.origin,
+        "step": source.step,
+        "trained_on": sorted(set(source.quantizations)) or None,
+        "base_digests": source.model or None,
+        "versions": versions(),
+    }
 
     def fill(folder: Path) -> None:
         tensors = {key: value.contiguous() for key, value in sorted(source.tensors.items())}
         save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
         text = json.dumps(source.config | {"inference_mode": True}, indent=2, sort_keys=True)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        (folder / RECORD).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
     _refuse_existing(out)
+    check_writable(out)
+    check_whole(source, base)
     return write_folder(out, fill)
 
 
@@ -68,9 +83,10 @@ def merge_full(source: Source, out: Path, *, base: str | None = None, dtype: str
         ConfigError: they cannot be merged, or the folder is there already or has too little space.
     """
     _refuse_existing(out)
+    check_writable(out)
     folder = find_base(base, source.base_name())
     _check_same_base(source, folder, asked_for=base is not None)
-    merger = Merger(folder, source.config, source.tensors, dtype)
+    merger = Merger(folder, source.config, source.tensors, dtype, source.named)
     words = _words(source, merger)
     log.info("%s", words)
     _check_space(out, merger.num_bytes())
@@ -123,9 +139,14 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _check_same_base(source: Source, folder: Path, *, asked_for: bool) -> None:
-    if not source.model:
-        return
-    other = difference(source.model, fingerprint(folder))
+    here = fingerprint(folder)
+    if not {*source.model} & {*here} - {"config", "tokenizer"}:
+        log.info(
+            "whether the weights in %s are those that the adapter was trained on could not be compared: no record "
+            "of the run beside the adapter says their digests",
+            folder,
+        )
+    other = difference(source.model, here)
     if other is None:
         return
     if not asked_for:
@@ -169,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.full:
             folder = merge_full(source, given.out, base=given.base, dtype=given.dtype)
         else:
-            folder = merge_adapter(source, given.out)
+            folder = merge_adapter(source, given.out, base=given.base)
     except HeteroError as exc:
         sys.stderr.write(f"error: {exc}\n")
         return 2

@@ -58,7 +58,8 @@ def merge_module(
         inject_adapter_in_model(LoraConfig(**own), root)
         values = {f"{name}.{key}": value.float() for key, value in lora.items()}
         found = set_peft_model_state_dict(root, values)
-    assert not found.unexpected_keys, found.unexpected_keys
+    assert not found.unexpected_keys, found.unexpected_keys  # compared by the caller
+    assert not [key for key in found.missing_keys if ".lora_" in key], found.missing_keys
     layer: Any = root.get_submodule(name)
     layer.merge()  # in place; the safe way has one more copy of the weight
     merged = {key: getattr(layer.get_base_layer(), key).detach() for key in base}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -11,22 +12,27 @@ from typing import Any
 
 import torch
 
-from hetero import adapters
+from hetero import adapters, hub
 from hetero.adapter_config import CONFIG_FILE
-from hetero.adapter_files import WEIGHTS_FILE
-from hetero.adapter_parts import is_part, unite
+from hetero.adapter_files import PART_FOLDER, WEIGHTS_FILE, StagePart, config_digest, read_part
+from hetero.adapter_on_base import check_on_base, consists_of
+from hetero.adapter_parts import check_digest, is_part, unite
+from hetero.adapter_whole import check_modules, check_names
 from hetero.checkpoint import CheckpointStore
 from hetero.errors import CheckpointError, ConfigError
-from hetero.folders import one_line
+from hetero.fingerprint import difference
+from hetero.folders import fetched_folder, one_line
 from hetero.models import meta_model
 from hetero.snapshot import MANIFEST_FILE, Snapshot, read_manifest, read_snapshot
 from hetero.spec import RunSpec
 from hetero.store import find_weights
+from hetero.tiny import TINY
 from hetero.training_state import adapter_of
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+RECORD = "merge.json"  # what a merge says of what it wrote
 
 
 @dataclass
@@ -40,6 +46,8 @@ class Source:
         step: that it is the state after, where that is known.
         quantizations: what the stages that trained it held the base in, where that is known.
         model: fingerprint of the base that it was trained on, where that is known.
+        num_layers: of that base, where that is known.
+        named: how the user named it, for messages.
     """
 
     config: dict[str, Any]
@@ -48,6 +56,8 @@ class Source:
     step: int | None = None
     quantizations: list[str] = field(default_factory=list)
     model: dict[str, str] = field(default_factory=dict)
+    num_layers: int | None = None
+    named: str = "RUN"
 
     def base_name(self) -> str | None:
         """The base model, as the adapter names it."""
@@ -75,6 +85,51 @@ def find_base(given: str | None, named: str | None) -> Path:
     if not isinstance(found, Path):
         raise ConfigError(f"--base must be a folder of this machine, {wanted!r} is on the hub only: --base PATH")
     return found
+
+
+def check_whole(source: Source, base: str | None) -> None:
+    """Refuses an adapter that is not whole, or has what its configuration does not ask for.
+
+    Exactly, where the base's config.json is on this machine; the base is not asked for on the hub.
+
+    Args:
+        source: the adapter.
+        base: the base model that the user names.
+
+    Raises:
+        ConfigError: names the tensor.
+    """
+    folder = _base_here(source.base_name()) if base is None else find_base(base, None)
+    if folder is not None:
+        try:
+            expected = consists_of(source.config, folder, source.named)
+        except ConfigError as exc:
+            if base is not None:
+                raise
+            log.warning("the adapter was not compared with the base that it names: %s", exc)
+        else:
+            return check_on_base(source.tensors, expected, folder, source.named)
+    else:
+        log.info(
+            "the base model is not on this machine, so the adapter was compared with its own adapter_config.json and "
+            "%s alone: --base PATH compares it with the model",
+            "itself" if source.num_layers is None else "the run's number of layers",
+        )
+    return check_names(source.config, source.tensors, source.named, source.num_layers)
+
+
+def _base_here(named: str | None) -> Path | None:
+    """Where this machine has the configuration of the model that an adapter names."""
+    if named is None:
+        return None
+    if named == TINY:
+        return find_base(None, named)
+    places = (Path(named).expanduser(), fetched_folder(named))
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    try:
+        return found or hub.snapshot(named, None)
+    except ValueError:  # a path is no name on the hub
+        return None
 
 
 def find_source(path: Path, base: str | None) -> Source:
@@ -105,9 +160,17 @@ def find_source(path: Path, base: str | None) -> Source:
 
 def find_stages(folders: Sequence[Path]) -> Source:
     """The adapter of the parts in these folders."""
-    config, tensors, part = unite(folders)
+    config, tensors, parts = unite(folders)
+    part = parts[0]
     origin = f"the parts that {len(folders)} stages kept after step {part.step}"
-    return Source(config, tensors, origin, part.step)
+    check_modules(config, tensors, "--stages")
+    source = Source(config, tensors, origin, part.step, num_layers=part.num_layers, named="--stages")
+    source.quantizations = list(part.quantizations)
+    for one in parts:
+        if other := difference(source.model, one.model):
+            log.warning("stage %d had another base model than the ones before: %s", one.stage, other)
+        source.model = one.model | source.model
+    return source
 
 
 def _of_adapter(folder: Path) -> Source:
@@ -127,16 +190,30 @@ def _of_adapter(folder: Path) -> Source:
         source = Source(config, load_file(folder / WEIGHTS_FILE), str(folder.absolute()))
     except Exception as exc:  # safetensors raises its own SafetensorError without a common base
         raise ConfigError(f"RUN cannot be read: {folder.absolute()}: {one_line(exc)}") from None
-    _add_run(source, folder.parent)
+    check_modules(source.config, source.tensors, source.named)
+    _add_run(source, folder.absolute())
     return source
 
 
-def _add_run(source: Source, run: Path) -> None:
-    """What the run's own files say, where there are any."""
+def _add_run(source: Source, folder: Path) -> None:
+    """What the run's own files say, or a merge's record, where there are any."""
+    run = folder.parent
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        about = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        source.step, source.quantizations = about.get("step"), list(about.get("trained_on") or ())
+        source.model = dict(about.get("base_digests") or {})
+        return
+    if (part := _part_beside(folder)) is not None:
+        check_digest(part.adapter, source.tensors, source.named)
+        source.num_layers = part.num_layers
+        source.quantizations, source.model = list(part.quantizations), dict(part.model)
     try:
         spec = json.loads((run / "run.json").read_text(encoding="utf-8"))["spec"]
+        source.num_layers = int(spec["num_hidden_layers"])
         source.quantizations = [s["quantization"] or spec["model"]["quantization"] for s in spec["stages"]]
     except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if source.model:
         return
     for step in CheckpointStore(run / CHECKPOINTS).steps():
         try:
@@ -145,6 +222,15 @@ def _add_run(source: Source, run: Path) -> None:
             continue
         source.model = dict(manifest.about.get("model", {}))
         return
+
+
+def _part_beside(folder: Path) -> StagePart | None:
+    """What stage 0 of the run kept beside this adapter, where the two have the same configuration."""
+    try:
+        part = read_part(folder.parent / PART_FOLDER)
+        return part if part is not None and part.config == config_digest(folder) else None
+    except (OSError, ValueError):  # it may be half written, or older; the adapter is whole without it
+        return None
 
 
 def _of_newest(folder: Path, base: str | None) -> Source:

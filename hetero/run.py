@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from hetero import adapters, best, registry
-from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter
-from hetero.agreement import shapes_digest
+from hetero.adapter_files import PART_FOLDER, check_complete, part_of_stage, save_adapter, shapes_digest
 from hetero.answers import answer_prompts
 from hetero.best import Best
 from hetero.best_adapter import write_best
@@ -28,6 +27,7 @@ from hetero.console import ANSWERING
 from hetero.errors import NumericError, PeerError, printable
 from hetero.evaluation import Evaluation
 from hetero.failpoints import hit
+from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox
 from hetero.launch import LocalWorkers
 from hetero.loggers import RunLogger
@@ -193,6 +193,8 @@ class Run:
                 progress=self._progress,
                 check=functools.partial(session.inbox.take, lambda _: False),  # raises once the session has failed
             )
+            # By now all of it is here; what was here before stays as it was compared with the workers'.
+            self.model = fingerprint(self.prepared.model_path) | self.model
         member = self._member
         member.restore(state)
         member.connect(session.inbox, None, session.connect_downstream())
@@ -319,7 +321,7 @@ class Run:
 
     def _keep_own_part(self, step: int, state: dict[str, torch.Tensor]) -> None:
         """As every worker does: the parts of all machines make an adapter where the checkpoints are lost."""
-        part = part_of_stage(self.spec, 0, self.run_id, step)
+        part = part_of_stage(self.spec, 0, self.run_id, step, self.model)
         folder = self.result.adapter_dir.with_name(PART_FOLDER)
         save_adapter(folder, self.prepared.adapter, adapter_of(state), part)
 

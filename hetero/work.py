@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetero import registry, store
-from hetero.adapter_files import PART_FOLDER, part_of_stage, save_adapter
-from hetero.agreement import shapes_digest
+from hetero.adapter_files import PART_FOLDER, part_of_stage, save_adapter, shapes_digest
 from hetero.awake import kept_awake
 from hetero.errors import PeerError, show_address
 from hetero.failpoints import hit
@@ -186,11 +185,13 @@ def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progre
     spec, index = session.spec, session.member.stage
     check_device(spec, index, builder.device_name(session))
     model_path = locate_model(spec, index, builder.worker.models_dir)
-    session.welcome(fingerprint(model_path))
+    model = fingerprint(model_path)
+    session.welcome(model)
     hit("worker.welcomed")
     sync = session.wait_sync()
     member = builder.build(session, model_path, progress)
     hit("worker.built")
+    model = fingerprint(model_path) | model  # by now all of it is here; what was compared stays as it was
     shapes = {key: list(parameter.shape) for key, parameter in member.stage.trained.items()}
     member.restore(session.wait_state(sync, shapes))
     hit("worker.restored")
@@ -209,17 +210,18 @@ def _work_on(session: WorkerSession, builder: StageBuilder, folder: Path, progre
     )
     session.send(FrameType.SYNCED, synced)
     hit("worker.synced")
+    keep = folder, model
     while True:
         order = session.next_order()
         if isinstance(order.frame.header, Gather):
-            _give_state(session, member, folder, order.frame.header.step)
+            _give_state(session, member, keep, order.frame.header.step)
         elif isinstance(order.frame.header, Prompt):
             _generate(session, member, order)
         else:
-            _do_step(session, member, order, folder)
+            _do_step(session, member, order, keep)
 
 
-def _do_step(session: WorkerSession, member: Member, order: Received, folder: Path) -> None:
+def _do_step(session: WorkerSession, member: Member, order: Received, keep: tuple[Path, dict[str, str]]) -> None:
     plan = step_plan_of(order)
     if plan.evaluation:
         _evaluate(session, member, plan)
@@ -237,7 +239,7 @@ def _do_step(session: WorkerSession, member: Member, order: Received, folder: Pa
     member.apply(apply.step, apply.clip_factor)
     hit("worker.applied")
     if apply.save:
-        _give_state(session, member, folder, apply.step)
+        _give_state(session, member, keep, apply.step)
 
 
 def _evaluate(session: WorkerSession, member: Member, plan: StepPlan) -> None:
@@ -257,12 +259,20 @@ def _generate(session: WorkerSession, member: Member, order: Received) -> None:
         )
 
 
-def _give_state(session: WorkerSession, member: Member, folder: Path, step: int) -> None:
-    """Sends a copy of the stage's state, in its own time, and keeps the adapter's part on this machine."""
+def _give_state(session: WorkerSession, member: Member, keep: tuple[Path, dict[str, str]], step: int) -> None:
+    """Sends a copy of the stage's state, in its own time, and keeps the adapter's part on this machine.
+
+    Args:
+        session: the session.
+        member: the stage.
+        keep: the folder to keep the part in, and the fingerprint of the base model here.
+        step: that this is the state after.
+    """
     state = member.state()
     hit("worker.state_taken")
     session.send_state(state)
     hit("worker.state_queued")
     if member.stage.adapter is not None:  # without a tensor as well: what lies there may be of another run
-        part = part_of_stage(session.spec, session.member.stage, session.member.run_id, step)
+        folder, model = keep
+        part = part_of_stage(session.spec, session.member.stage, session.member.run_id, step, model)
         save_adapter(folder / PART_FOLDER, member.stage.adapter, adapter_of(state), part)

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from hetero import data
 from hetero.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from hetero.adapter_on_base import check_on_base, consists_of
+from hetero.adapter_whole import check_modules, check_names
 from hetero.adapters import lora_config
 from hetero.families import FAMILIES
 from hetero.merge import RECORD
@@ -206,3 +208,14 @@ def test_tensors_without_an_adapter_are_copied_to_the_bit(matrix: Matrix) -> Non
         merged |= load_file(case.full / file.name)
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     assert changed == {f"model.layers.5.self_attn.{module}.weight" for module in ("q_proj", "v_proj")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_adapter_passes_for_whole_on_its_base_and_without_it(matrix: Matrix, name: str) -> None:
+    case = matrix.trained[name]
+    config, tensors = json.loads((case.folder / CONFIG_FILE).read_text()), load_file(case.folder / WEIGHTS_FILE)
+    check_modules(config, tensors, "RUN")
+    check_names(config, tensors, "RUN", None)
+    expected = consists_of(config, case.base, "RUN")
+    check_on_base(tensors, expected, case.base, "RUN")
+    assert expected.shapes == case.resolved.shapes

@@ -22,7 +22,8 @@ from peers import DEADLINE_S, wait_until
 from pipeline import make_spec
 
 from hetero import agreement, worker_session
-from hetero.agreement import disagreement, read_model, shapes_digest
+from hetero.adapter_files import shapes_digest
+from hetero.agreement import disagreement, read_model
 from hetero.errors import PeerError
 from hetero.fingerprint import fingerprint
 from hetero.inbox import Inbox

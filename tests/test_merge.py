@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +22,15 @@ from pipeline import build_stages, make_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hetero.adapter_files import CONFIG_FILE, PART_FOLDER, WEIGHTS_FILE, part_of_stage, read_adapter, save_adapter
+from hetero.adapter_files import (
+    CONFIG_FILE,
+    PART_FOLDER,
+    PART_KEY,
+    WEIGHTS_FILE,
+    part_of_stage,
+    read_adapter,
+    save_adapter,
+)
 from hetero.checkpoint import CheckpointStore, Snapshot
 from hetero.errors import ConfigError
 from hetero.fingerprint import fingerprint
@@ -27,6 +38,7 @@ from hetero.merge import RECORD, main, merge_adapter, merge_full
 from hetero.merge_sources import find_source, find_stages
 from hetero.resume_settings import about_of
 from hetero.spec import AdapterSpec, RunSpec
+from hetero.tensor_files import read_metadata
 from hetero.training_state import as_state
 
 
@@ -275,16 +287,23 @@ def test_another_base_than_the_trained_one_is_refused_unless_asked_for(tiny: Tin
 
 
 def parts(
-    base: Path, root: Path, cuts: tuple[int, ...] = (2, 4), *, run: str = "run1", step: int = 3
+    base: Path,
+    root: Path,
+    cuts: tuple[int, ...] = (2, 4),
+    *,
+    run: str = "run1",
+    step: int = 3,
+    quantizations: tuple[str, ...] | None = None,
 ) -> tuple[list[Path], dict[str, torch.Tensor]]:
     spec = make_spec(base, cuts, adapter=QV)
+    said = make_spec(base, cuts, adapter=QV, quantizations=quantizations)
     tensors = values(resolved(base, QV).shapes)
     folders = []
     for index, stage in enumerate(build_stages(spec, base)):
         folder = root / f"worker-{index}" / PART_FOLDER
         own = {key: tensors[key] for key in stage.trained}
         assert stage.adapter is not None
-        save_adapter(folder, stage.adapter, own, part_of_stage(spec, index, run, step))
+        save_adapter(folder, stage.adapter, own, part_of_stage(said, index, run, step, fingerprint(base)))
         folders.append(folder)
     return folders, tensors
 
@@ -345,6 +364,84 @@ def test_a_part_is_not_taken_for_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
     assert "--stages" in refusal(lambda: find_source(folders[1], None))
 
 
+def a_copy(base: Path, to: Path) -> Path:
+    shutil.copytree(base, to)
+    return to
+
+
+def change_in_place(base: Path) -> None:
+    file = next(iter(sorted(base.glob("*.safetensors"))))
+    save_file({key: value + 1 for key, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+def test_a_full_merge_of_parts_says_that_the_run_was_in_4_bits(tiny: Tiny, tmp_path: Path) -> None:
+    """Also through the adapter that a merge without --full makes of them."""
+    base = str(tiny("llama"))
+    folders, _ = parts(tiny("llama"), tmp_path, quantizations=("none", "nf4", "nf4"))
+    merge_adapter(find_stages(folders), tmp_path / "adapter")
+    for number, source in enumerate([find_stages(folders), find_source(tmp_path / "adapter", None)]):
+        record = json.loads((merge_full(source, tmp_path / f"full{number}", base=base) / RECORD).read_text())
+        assert record["trained_on"] == ["nf4", "none"]
+        assert record["step"] == 3
+        assert "4 bits" in record["into"]
+
+
+def test_a_base_changed_in_place_is_found_by_what_stages_kept(tiny: Tiny, tmp_path: Path) -> None:
+    """Of all stages, of a run without checkpoints, and of the adapter that a merge has made of parts."""
+    base = a_copy(tiny("llama"), tmp_path / "base")
+    folders, tensors = parts(base, tmp_path)
+    whole = resolved(base, QV)
+    whole.config.base_model_name_or_path = str(base)
+    run = tmp_path / "worker-0"
+    save_adapter(run / "adapter", whole, tensors)
+    save_adapter(run / PART_FOLDER, whole, {}, part_of_stage(make_spec(base, adapter=QV), 0, "r", 3, fingerprint(base)))
+    sources = [find_source(run, None)]
+    shutil.rmtree(run / PART_FOLDER)
+    parts(base, tmp_path)
+    sources.append(find_stages(folders))
+    merge_adapter(sources[1], tmp_path / "adapter")
+    sources.append(find_source(tmp_path / "adapter", None))
+    for source in sources:
+        source.config["base_model_name_or_path"] = str(base)
+    merge_full(sources[0], tmp_path / "before")
+    change_in_place(base)
+    for source in sources:
+        assert "trained on" in refusal(lambda source=source: merge_full(source, tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_cannot_be_compared_is_said(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of an adapter alone, and of parts that an older version kept, which can be read as before."""
+    caplog.set_level(logging.INFO)
+    base = str(tiny("llama"))
+    folders, tensors = parts(tiny("llama"), tmp_path)
+    merge_full(find_stages(folders), tmp_path / "new", base=base)
+    assert "could not be compared" not in caplog.text
+    for folder in folders:
+        said = json.loads(read_metadata(folder / WEIGHTS_FILE)[PART_KEY])
+        old = {key: said[key] for key in ("run", "step", "stage", "start", "end", "num_layers", "config")}
+        tensors = load_file(folder / WEIGHTS_FILE)
+        save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt", PART_KEY: json.dumps(old)})
+    full = merge_full(find_stages(folders), tmp_path / "old", base=base)
+    assert "could not be compared" in caplog.text
+    assert json.loads((full / RECORD).read_text())["trained_on"] is None
+
+
+@pytest.mark.parametrize("of", ["stages", "run"])
+def test_a_tensor_that_the_run_recorded_and_that_is_gone_is_named(tiny: Tiny, tmp_path: Path, of: str) -> None:
+    """Without the base, and where a layer still has other tensors."""
+    folders, tensors = parts(tiny("llama"), tmp_path)
+    save_adapter(tmp_path / "worker-0" / "adapter", resolved(tiny("llama"), QV), tensors)
+    find_source(tmp_path / "worker-0", None)
+    gone = "model.layers.3.self_attn.q_proj.lora_"
+    folder = folders[1] if of == "stages" else tmp_path / "worker-0" / "adapter"
+    metadata = read_metadata(folder / WEIGHTS_FILE)
+    kept = {key: value for key, value in load_file(folder / WEIGHTS_FILE).items() if gone not in key}
+    save_file(kept, folder / WEIGHTS_FILE, metadata)
+    found = refusal(lambda: find_stages(folders) if of == "stages" else find_source(tmp_path / "worker-0", None))
+    assert gone in found
+
+
 # ---- what a user may get wrong
 
 
@@ -393,14 +490,29 @@ def test_a_bias_without_a_place_in_the_base_is_refused(tiny: Tiny, tmp_path: Pat
     assert "lora_bias" in refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
 
 
-def test_experts_parameters_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    """Files hold experts apart; the adapter alone is written."""
-    an_adapter(tiny("llama"), tmp_path / "adapter")
+@pytest.mark.parametrize(
+    ("model", "parameter", "reason"),
+    [
+        ("qwen3_moe", "mlp.experts.down_proj", "hold apart"),
+        ("gpt_oss", "mlp.experts.down_proj", "in memory at once"),
+        ("llama", "self_attn.v_proj.weight", "the weight of one module"),
+    ],
+)
+def test_parameters_are_refused_for_the_reason_that_is_true(
+    tiny: Tiny, tmp_path: Path, model: str, parameter: str, reason: str
+) -> None:
+    """Files hold experts apart, or as one large tensor; a dense weight is neither. The adapter alone is written."""
+    base = tiny(model)
+    an_adapter(base, tmp_path / "adapter", AdapterSpec(r=4, alpha=8, target_modules=[], target_parameters=[parameter]))
     source = find_source(tmp_path / "adapter", None)
-    source.config["target_parameters"] = ["mlp.experts.down_proj"]
-    message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(tiny("llama"))))
+    message = refusal(lambda: merge_full(source, tmp_path / "out", base=str(base)))
     assert "target_parameters" in message
-    merge_adapter(source, tmp_path / "out")
+    assert parameter in message
+    assert reason in message
+    assert [other for other in ("apart", "in memory at once", "one module") if other in message] == [
+        other for other in ("apart", "in memory at once", "one module") if other in reason
+    ]
+    merge_adapter(source, tmp_path / "out", base=str(base))
 
 
 def test_an_interrupted_merge_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,3 +526,185 @@ def test_an_interrupted_merge_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         merge_full(source, tmp_path / "out", base=str(tiny("llama")))
     assert os.listdir(tmp_path) == ["adapter"]
+
+
+# ---- weights and configuration that do not belong together
+
+
+def _without_layer_3(folder: Path) -> str:
+    _rewrite(folder, lambda key: ".layers.3." in key)
+    return r"layers?[. ]3"
+
+
+def _without_a_b(folder: Path) -> str:
+    _rewrite(folder, lambda key: key.endswith("layers.2.self_attn.v_proj.lora_B.weight"))
+    return "layers.2.self_attn.v_proj.lora_B.weight"
+
+
+def _rewrite(folder: Path, leave_out: Callable[[str], bool]) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file({k: v for k, v in tensors.items() if not leave_out(k)}, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def _configured(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
+
+
+def _asks_for_dora(folder: Path) -> str:
+    _configured(folder, use_dora=True)
+    return "lora_magnitude_vector"
+
+
+def _says_nothing_of_its_dora(folder: Path) -> str:
+    shutil.copy(folder.with_name("dora") / WEIGHTS_FILE, folder)
+    return "lora_magnitude_vector"
+
+
+def _has_another_rank(folder: Path) -> str:
+    _configured(folder, r=8)
+    return "rank"
+
+
+def _has_another_rank_by_pattern(folder: Path) -> str:
+    _configured(folder, rank_pattern={"v_proj": 2})
+    return "v_proj"
+
+
+def _has_foreign_weights(folder: Path) -> str:
+    save_file({"transformer.wte.weight": torch.zeros(3, 4)}, folder / WEIGHTS_FILE, {"format": "pt"})
+    return "transformer.wte.weight"
+
+
+def _has_weights_of_other_modules(folder: Path) -> str:
+    shutil.copy(folder.with_name("other") / WEIGHTS_FILE, folder)
+    return "mlp"
+
+
+def _has_a_tensor_more(folder: Path) -> str:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    more = "base_model.model.model.layers.0.mlp.weight"
+    save_file(tensors | {more: torch.zeros(2)}, folder / WEIGHTS_FILE, {"format": "pt"})
+    return "layers.0.mlp.weight"
+
+
+def _asks_for_a_saved_module(folder: Path) -> str:
+    _configured(folder, modules_to_save=["lm_head"])
+    return "lm_head"
+
+
+def _has_no_tensor(folder: Path) -> str:
+    save_file({}, folder / WEIGHTS_FILE, {"format": "pt"})
+    return "none"
+
+
+APART = [
+    _without_layer_3,
+    _without_a_b,
+    _asks_for_dora,
+    _says_nothing_of_its_dora,
+    _has_another_rank,
+    _has_another_rank_by_pattern,
+    _has_foreign_weights,
+    _has_weights_of_other_modules,
+    _has_a_tensor_more,
+    _asks_for_a_saved_module,
+    _has_no_tensor,
+]
+
+
+@pytest.mark.parametrize("how", ["full", "beside the base", "beside the run's record"])
+@pytest.mark.parametrize("spoil", APART, ids=lambda spoil: spoil.__name__)
+def test_weights_and_configuration_that_do_not_belong_together_are_refused(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, spoil: Callable[[Path], str]
+) -> None:
+    base, folder = tiny("llama"), tmp_path / "run" / "adapter"
+    an_adapter(base, folder)
+    an_adapter(base, folder.with_name("dora"), msgspec.structs.replace(QV, use_dora=True))
+    an_adapter(base, folder.with_name("other"), AdapterSpec(r=4, alpha=8, target_modules=["up_proj", "down_proj"]))
+    spec = make_spec(base, (2,), adapter=QV)
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"spec": msgspec.to_builtins(spec)}))
+    more = {"full": ["--full", "--base", base], "beside the base": ["--base", base]}.get(how, [])
+    assert main(["merge", *map(str, [tmp_path / "run", "--out", tmp_path / "before", *more])]) == 0
+    named = spoil(folder)
+    line = run_main(capsys, tmp_path / "run", "--out", tmp_path / "out", *more)
+    assert re.search(named, line), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_depth_is_refused_where_the_base_that_it_names_is_here(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --base, --full or a record: by the configuration that lies there; nothing is asked for elsewhere."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    _configured(tmp_path / "adapter", base_model_name_or_path=str(tiny("llama")))
+    _rewrite(tmp_path / "adapter", lambda key: ".layers.5." in key)
+    assert "layers.5." in run_main(capsys, tmp_path / "adapter", "--out", tmp_path / "out")
+
+
+def test_what_could_not_be_compared_is_said(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    _rewrite(tmp_path / "adapter", lambda key: ".layers.5." in key)
+    assert main(["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]) == 0
+    assert "--base PATH compares it" in caplog.text
+
+
+# ---- the place that it is written to
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["adapter", "full"])
+def test_a_place_where_no_folder_can_be_made_is_one_line(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], full: list[str]
+) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    line = run_main(capsys, tmp_path / "adapter", "--out", "/proc/x", "--base", tiny("llama"), *full)
+    assert "/proc must be writable" in line
+    assert "GB" not in line
+
+
+_MERGE = """
+import os, resource, sys
+from hetero.merge import main
+os.umask(int(sys.argv[1], 8))
+most = int(sys.argv[2])
+if most:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+raise SystemExit(main(["merge", *sys.argv[3:]]))
+"""
+
+
+def merge_elsewhere(umask: str, most: int, *given: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _MERGE, umask, str(most), *map(str, given)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["adapter", "full"])
+def test_files_larger_than_may_be_are_one_line(tiny: Tiny, tmp_path: Path, full: list[str]) -> None:
+    """As on FAT, or with ulimit -f; nothing is left."""
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    found = merge_elsewhere(
+        "022", 4000, tmp_path / "adapter", "--out", tmp_path / "out", "--base", tiny("llama"), *full
+    )
+    lines = found.stderr.strip().splitlines()
+    assert found.returncode == 2, lines
+    assert re.fullmatch("error: .* must be writable .*File too large.*", lines[-1])
+    assert os.listdir(tmp_path) == ["adapter"]
+
+
+@pytest.mark.parametrize("umask", ["022", "007", "077"])
+def test_a_merged_folder_is_open_to_whom_the_umask_says(tiny: Tiny, tmp_path: Path, umask: str) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    given = [tmp_path / "adapter", "--base", tiny("llama"), "--out"]
+    for name, full in (("out", []), ("full", ["--full"])):
+        found = merge_elsewhere(umask, 0, *given, tmp_path / name, *full)
+        assert found.returncode == 0, found.stderr
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o777 & ~int(umask, 8)
+        modes = {file.stat().st_mode & 0o777 for file in (tmp_path / name).iterdir()}
+        assert modes == {0o666 & ~int(umask, 8)}
+
+
+def test_a_saved_adapter_is_open_to_whom_its_configuration_is(tiny: Tiny, tmp_path: Path) -> None:
+    an_adapter(tiny("llama"), tmp_path / "adapter")
+    assert len({file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}) == 1

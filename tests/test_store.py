@@ -463,7 +463,7 @@ def test_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert write_folder(tmp_path / "x" / "m", fill) == tmp_path / "x" / "m"
     assert drafts == [(tmp_path / "x" / "m").stat().st_ino]  # renamed: no moment shows a part of it
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["m"]
-    for error in (ValueError("no"), KeyboardInterrupt(), OSError(errno.EIO, "no")):
+    for error in (ValueError("no"), KeyboardInterrupt(), OSError(errno.ECONNRESET, "no")):
 
         def fail(folder: Path, error: BaseException = error) -> None:
             (folder / "a").touch()
@@ -479,9 +479,11 @@ def test_place_that_cannot_be_written_is_a_plain_message(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="must be writable and have space"):
         make_tiny(tmp_path / "file")
 
-    def fill(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.ESTALE):
 
-    with pytest.raises(ConfigError, match=r"must be writable and have space: .* No space left"):
-        write_folder(tmp_path / "x" / "m", fill)
-    assert list((tmp_path / "x").iterdir()) == []
+        def fill(folder: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with pytest.raises(ConfigError, match=f"must be writable and have space: .*{os.strerror(number)}"):
+            write_folder(tmp_path / "x" / "m", fill)
+        assert list((tmp_path / "x").iterdir()) == []

@@ -32,7 +32,10 @@ from processes import (
 )
 from safetensors.torch import load_file
 
+from hetero.adapter_files import read_part, shapes_digest
+from hetero.fingerprint import fingerprint
 from hetero.secret import new_secret, secret_file, write_secret
+from hetero.tiny import make_tiny
 from hetero.wire.headers import FrameType
 
 FOREVER = ["loop.steps=1000000", "recovery=none", "checkpoint=none"]  # test_ends and test_recovery have the others
@@ -139,12 +142,16 @@ def test_workers_serve_runs_with_other_specs_and_keep_their_latest_part(
         found = losses(train_here(tmp_path / f"split-{number}", *data, *where, *QUICK, *spec))
         assert found == pytest.approx(expected, abs=1e-5)
     whole = load_file(tmp_path / "split-2" / "adapter" / "adapter_model.safetensors")
+    shapes = {key: list(value.shape) for key, value in whole.items()}
     for one, layers in ((workers[1], {2, 3}), (workers[0], {4, 5})):
         folder = one.outputs / f"worker-{one.port}" / "adapter-stage"
         part = load_file(folder / "adapter_model.safetensors")
         own = {int(found[1]) for key in part if (found := re.search(r"\.layers\.(\d+)\.", key))}
         assert own == layers and (folder / "adapter_config.json").is_file()
         assert all(bool((whole[key] == value).all()) for key, value in part.items())
+        said = read_part(folder)
+        assert said is not None and said.quantizations == ("none",) * 3
+        assert said.model == fingerprint(make_tiny()) and said.adapter == shapes_digest(shapes)
 
 
 def test_train_may_start_before_its_worker(tmp_path: Path, data: list[str], alone: list[float]) -> None:
