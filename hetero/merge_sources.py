@@ -46,7 +46,7 @@ class Source:
         step: that it is the state after, where that is known.
         quantizations: what the stages that trained it held the base in, where that is known.
         model: fingerprint of the base that it was trained on, where that is known.
-        num_layers: of that base, where that is known.
+        num_layers: of that base, where it is known and no digest has told already that all tensors are there.
         named: how the user named it, for messages.
     """
 
@@ -111,9 +111,8 @@ def check_whole(source: Source, base: str | None) -> None:
             return check_on_base(source.tensors, expected, folder, source.named)
     else:
         log.info(
-            "the base model is not on this machine, so the adapter was compared with its own adapter_config.json and "
-            "%s alone: --base PATH compares it with the model",
-            "itself" if source.num_layers is None else "the run's number of layers",
+            "the base model is not on this machine, so the adapter was compared with its own files and the run's "
+            "alone: --base PATH compares it with the model"
         )
     return check_names(source.config, source.tensors, source.named, source.num_layers)
 
@@ -164,7 +163,7 @@ def find_stages(folders: Sequence[Path]) -> Source:
     part = parts[0]
     origin = f"the parts that {len(folders)} stages kept after step {part.step}"
     check_modules(config, tensors, "--stages")
-    source = Source(config, tensors, origin, part.step, num_layers=part.num_layers, named="--stages")
+    source = Source(config, tensors, origin, part.step, num_layers=_to_look_at(part), named="--stages")
     source.quantizations = list(part.quantizations)
     for one in parts:
         if other := difference(source.model, one.model):
@@ -205,11 +204,12 @@ def _add_run(source: Source, folder: Path) -> None:
         return
     if (part := _part_beside(folder)) is not None:
         check_digest(part.adapter, source.tensors, source.named)
-        source.num_layers = part.num_layers
+        source.num_layers = _to_look_at(part)
         source.quantizations, source.model = list(part.quantizations), dict(part.model)
     try:
         spec = json.loads((run / "run.json").read_text(encoding="utf-8"))["spec"]
-        source.num_layers = int(spec["num_hidden_layers"])
+        if part is None:
+            source.num_layers = int(spec["num_hidden_layers"])
         source.quantizations = [s["quantization"] or spec["model"]["quantization"] for s in spec["stages"]]
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -222,6 +222,11 @@ def _add_run(source: Source, folder: Path) -> None:
             continue
         source.model = dict(manifest.about.get("model", {}))
         return
+
+
+def _to_look_at(part: StagePart) -> int | None:
+    """Layers of which each should have tensors; None where the run's own digest has told that all are there."""
+    return None if part.adapter else part.num_layers
 
 
 def _part_beside(folder: Path) -> StagePart | None:

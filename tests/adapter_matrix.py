@@ -104,15 +104,12 @@ for _family in ("mixtral", "qwen3_moe", "gpt_oss"):  # where the table has them
         )
         CASES[f"experts_copied_{_family}"] = _family, QV
 # PEFT takes what this names for parameters of experts, with a rank of their own.
-_LINEAR = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
+_LINEAR = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3")
 CASES |= {f"experts_linear_{name}": (name, _with(AUTO, target_modules="all-linear")) for name in _LINEAR}
 CASES["experts_regex"] = "qwen3_moe", _with(AUTO, target_modules=r".*_proj", rank_pattern={"q_proj": 2})
 # Cases that cannot be made one model with their base, by design.
 NOT_MERGED = {
-    name
-    for name, (model, spec) in CASES.items()
-    if spec.target_parameters
-    or (name.startswith(("experts_linear", "experts_regex")) and model not in ("qwen2_moe", "gpt_oss"))
+    name for name, (_, spec) in CASES.items() if spec.target_parameters or name.startswith(("experts_l", "experts_r"))
 }
 
 # Runs in a process of its own, as a user would; every warning about the adapter is an error.

@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -664,31 +666,28 @@ def test_a_place_where_no_folder_can_be_made_is_one_line(
     assert "GB" not in line
 
 
-_MERGE = """
-import os, resource, sys
-from hetero.merge import main
-os.umask(int(sys.argv[1], 8))
-most = int(sys.argv[2])
-if most:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-raise SystemExit(main(["merge", *sys.argv[3:]]))
-"""
-
-
-def merge_elsewhere(umask: str, most: int, *given: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _MERGE, umask, str(most), *map(str, given)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+@contextmanager
+def limits(umask: str, most: int = resource.RLIM_INFINITY) -> Iterator[None]:
+    """A umask and the largest file that this process may write."""
+    before, (soft, hard) = os.umask(int(umask, 8)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        os.umask(before)
 
 
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["adapter", "full"])
-def test_files_larger_than_may_be_are_one_line(tiny: Tiny, tmp_path: Path, full: list[str]) -> None:
+def test_files_larger_than_may_be_are_one_line(
+    tiny: Tiny, tmp_path: Path, full: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """As on FAT, or with ulimit -f; nothing is left."""
     an_adapter(tiny("llama"), tmp_path / "adapter")
-    found = merge_elsewhere(
-        "022", 4000, tmp_path / "adapter", "--out", tmp_path / "out", "--base", tiny("llama"), *full
-    )
-    lines = found.stderr.strip().splitlines()
-    assert found.returncode == 2, lines
+    given = [tmp_path / "adapter", "--out", tmp_path / "out", "--base", tiny("llama"), *full]
+    with limits("022", 4000):
+        assert main(["merge", *map(str, given)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
     assert re.fullmatch("error: .* must be writable .*File too large.*", lines[-1])
     assert os.listdir(tmp_path) == ["adapter"]
 
@@ -696,10 +695,10 @@ def test_files_larger_than_may_be_are_one_line(tiny: Tiny, tmp_path: Path, full:
 @pytest.mark.parametrize("umask", ["022", "007", "077"])
 def test_a_merged_folder_is_open_to_whom_the_umask_says(tiny: Tiny, tmp_path: Path, umask: str) -> None:
     an_adapter(tiny("llama"), tmp_path / "adapter")
-    given = [tmp_path / "adapter", "--base", tiny("llama"), "--out"]
     for name, full in (("out", []), ("full", ["--full"])):
-        found = merge_elsewhere(umask, 0, *given, tmp_path / name, *full)
-        assert found.returncode == 0, found.stderr
+        given = [tmp_path / "adapter", "--base", tiny("llama"), "--out", tmp_path / name, *full]
+        with limits(umask):
+            assert main(["merge", *map(str, given)]) == 0
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o777 & ~int(umask, 8)
         modes = {file.stat().st_mode & 0o777 for file in (tmp_path / name).iterdir()}
         assert modes == {0o666 & ~int(umask, 8)}
